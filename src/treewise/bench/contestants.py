@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from treewise.base import features
@@ -32,7 +33,7 @@ from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.recurrent import kinds_of
-from treewise.nn.wrapped import base_model
+from treewise.nn.wrapped import base_model, named_modules
 from treewise.planning.plans import Plan, lay_out
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -265,7 +266,7 @@ def fuse(lm: DecoderAndHead, layers: str) -> None:
 
 
 @contextmanager
-def _names_restored(model: PreTrainedModel) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _names_restored(model: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The names of the module of a model's class, and what they are before; what is changed inside is undone."""
     names = vars(sys.modules[type(base_model(model)).__module__])
     before = dict(names)
@@ -285,8 +286,9 @@ def plain_parts(model: PreTrainedModel) -> DecoderAndHead:
     """Decoder and head of a twin on which nothing of treewise is installed."""
     touched, plain = twin(model), twin(model)
     lm = split_model(touched)
-    path_of = {id(module): path for path, module in touched.named_modules()}
+    path_of = {id(module): path for path, module in named_modules(touched)}
     decoder, output = (plain.get_submodule(path_of[id(module)]) for module in (lm.decoder, lm.output))
+    assert isinstance(decoder, PreTrainedModel)
     return replace(lm, model=plain, base=base_model(plain), decoder=decoder, output=output)
 
 
@@ -308,9 +310,9 @@ def _key_rows(plan: Plan, engine: TreeEngine) -> int:
     return total
 
 
-def _values_per_token(model: PreTrainedModel, is_checkpointed: bool) -> int:
+def _values_per_token(model: nn.Module, is_checkpointed: bool) -> int:
     """Values that a token keeps for the backward, by an estimate; with checkpointing the inputs of all layers, and one
     layer's own."""
-    values, config = flop_model(model).activation_values, model.config.get_text_config()
+    values, config = flop_model(model).activation_values, base_model(model).config.get_text_config()
     num_layers = config.num_hidden_layers
     return values // num_layers + num_layers * config.hidden_size if is_checkpointed else values

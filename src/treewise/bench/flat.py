@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from treewise.bench.pace import OnPart
 from treewise.bench.varlen import LOOP, ChosenKernel, RowHeads, fastest, varlen_attention
@@ -119,7 +119,7 @@ class FlatRows:
         module: nn.Module = self.lm.decoder
         more: dict[str, object] = dict(row.seen)
         if row.seen:
-            module = base_model(self.lm.model).base_model  # type: ignore[assignment]
+            module = base_model(self.lm.model).base_model
         elif self.packs:
             bounds, longest = to_device(row.bounds, device, torch.int32), int(np.diff(row.bounds).max())
             more = {
@@ -142,10 +142,10 @@ def fastest_for(lm: DecoderAndHead, bounds: np.ndarray, key_bounds: np.ndarray) 
     return fastest(lm.device, lm.decoder.dtype, heads, lengths, key_lengths)
 
 
-def can_pack(model: PreTrainedModel) -> bool:
+def can_pack(model: nn.Module) -> bool:
     """Whether tokens of a model influence one another by plain causal attention only, so that rows may be packed."""
     reaches = {reach for reach, _ in flop_model(model).pair_forward}
-    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    softcap = getattr(base_model(model).config.get_text_config(), "attn_logit_softcapping", None)
     return not recurrent.kinds_of(model) and reaches == {LayerReach()} and softcap is None
 
 

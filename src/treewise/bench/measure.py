@@ -38,6 +38,7 @@ from treewise.nn.model_flops import flop_model
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.platform.tensors import is_out_of_memory
 from treewise.nn.whole_gradients import Gradients, gradient_error, gradients_of, take_gradients, zero_gradients
+from treewise.nn.wrapped import num_embeddings
 from treewise.tree.forest import Forest
 
 Contestants = dict[str, Callable[[], float]]
@@ -261,7 +262,7 @@ def run(
         on_row({"model": name, "skipped": str(error)})
         return
     failures: list[Exception] = []
-    workloads = sorted(workloads_of(model.get_input_embeddings().weight.shape[0]), key=_num_flat_tokens)
+    workloads = sorted(workloads_of(num_embeddings(model)), key=_num_flat_tokens)
     begun = perf_counter()
     rate = flops_per_second(model, workloads[0]) if workloads else None
     for index, whole in enumerate(workloads):

@@ -25,6 +25,7 @@ from treewise.errors import ConfigError, UnsupportedModelError, bytes_as_text, p
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.lm_head import edge_values
 from treewise.nn.model_flops import gateway_values
+from treewise.nn.wrapped import weight_of
 from treewise.tree.trajectory import Trajectory
 
 Sample = dict[str, Any]
@@ -76,7 +77,7 @@ class TrlRows:
     @property
     def copies(self) -> str:
         """What gathering costs, in words."""
-        weight = self.lm.decoder.get_input_embeddings().weight
+        weight = weight_of(self.lm.decoder.get_input_embeddings())
         size = self.num_key_rows * gateway_values(self.lm.decoder.config.get_text_config()) * weight.element_size()
         num_segments = sum(len(row["tree_cu_seqlens_q"]) - 1 for row in self.rows)
         kept = "" if self.is_checkpointed else ", kept for the backward"

@@ -23,7 +23,7 @@ from treewise.nn.decoder import DecoderAndHead, all_modules, all_parameters
 from treewise.nn.device import random_state_kept, warn_of_slow_precision
 from treewise.nn.platform.tensors import autocast_dtype
 from treewise.nn.recomputation import is_reentrant
-from treewise.nn.wrapped import base_model
+from treewise.nn.wrapped import base_model, named_modules
 from treewise.tree.forest import Forest
 
 _NUM_KEPT = 8  # states; more only where something is new at every step
@@ -95,7 +95,7 @@ class _State:
         if len(self.modules) != len(later.modules):
             yield f"it has {len(later.modules)} modules, where it had {len(self.modules)}"
             return
-        for (name, module), before, now in zip(lm.model.named_modules(), self.modules, later.modules, strict=True):
+        for (name, module), before, now in zip(named_modules(lm.model), self.modules, later.modules, strict=True):
             label = f"{name} ({type(module).__name__})" if name else type(module).__name__
             for what, old, new in zip(_FACTS, before, now, strict=True):
                 if old != new:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
+from transformers import PreTrainedConfig
 
 from treewise.base import features
 from treewise.base.shapes import Float
@@ -38,8 +39,13 @@ from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from treewise.distributed.context import ContextGroup
+    from treewise.distributed.lockstep.guest import Lockstep
     from treewise.engine.values import LossFunction, Reader
     from treewise.engine.window import Window
+    from treewise.nn.router_loss import RouterCounts, RouterLosses, RouterLossRule
+    from treewise.nn.vision import EngineImages
+    from treewise.nn.vision.forest_images import PixelsOf
 
 # A forest, a trajectory, a tree of a data set, or several of these; a list of trajectories is merged (`one_forest`).
 Forests = object
@@ -91,7 +97,7 @@ class TreeEngine:
         router_z_coefficient: float = 0.0,
         router_loss_choices: Literal["live", "replayed"] = "live",
         processor: object = None,
-        context: Any = None,
+        context: "ContextGroup | None" = None,
     ) -> None:
         if not temperature > 0:
             raise ConfigError(f"temperature={temperature} must be positive.")
@@ -105,7 +111,7 @@ class TreeEngine:
         warn_of_untested_torch()
         self.replay: Any = None
         check_choice("router_loss_choices", router_loss_choices, ("live", "replayed"))
-        self.router_loss_rule: Any = None
+        self.router_loss_rule: RouterLossRule | None = None
         if wants_router_losses(self.lm.base.config, router_aux_loss) or router_z_coefficient:
             rule_of = features.router_loss.router_loss_rule
             self.router_loss_rule = rule_of(
@@ -115,15 +121,15 @@ class TreeEngine:
                 choices=router_loss_choices,
             )
         self._checks = StepChecks(model, has_probes=check)
-        self._images: Any = None
+        self._images: EngineImages | None = None
         self.in_window: Window | None = None
         # What joins every walk; and of the ranks that compute a batch together, their group and the setting's name.
         self._mesh = mesh_of(model)
-        self._lockstep: Any = None
+        self._lockstep: Lockstep | None = None
         self._shards: Any = None
         self._context = None if context is None else features.context.ContextWalk(self.lm, context, self._mesh)
         self._host_memory = features.host_memory.HostMemory() if offload else None
-        self._batch_group: tuple[Any, str] | None = None
+        self._batch_group: tuple[distributed.ProcessGroup, str] | None = None
         if self._mesh is not None:
             if self._mesh.tensor.size() > 1:
                 self._batch_group = self._mesh.tensor.get_group(), "tp_size"
@@ -164,7 +170,7 @@ class TreeEngine:
         return self._lockstep is None and self._mesh is None and self._context is None and self._shards is None
 
     @property
-    def images(self) -> Any:
+    def images(self) -> "EngineImages":
         """The images of its forests (`nn.vision.EngineImages`)."""
         if self._images is None:
             divided_by = "mesh" if self._mesh is not None else None if self._context is None else "context"
@@ -237,7 +243,7 @@ class TreeEngine:
         objective: "Objective | LossFunction | None" = None,
         *,
         denominator: float | None = None,
-        router_counts: Any = None,
+        router_counts: "RouterCounts | None" = None,
         trained_only: bool = False,
     ) -> StepOutput:
         """Forward and backward; gradients are added into `.grad`. Hooks on parameters' gradients run once, in the end.
@@ -257,7 +263,7 @@ class TreeEngine:
             UnsupportedModelError: active dropout, or a model that fails the probe.
         """
         refuse_no_gradients(self.model)
-        loss: Any = SFT() if objective is None else objective
+        loss: Objective | LossFunction = SFT() if objective is None else objective
         if not isinstance(loss, Objective) or isinstance(loss, type):
             loss = checked_objective(loss)
         if isinstance(loss, Objective) and trained_only:
@@ -272,7 +278,7 @@ class TreeEngine:
         return take_step(begin, self.model, parameters, self.budget, ready.joined.num_tokens)
 
     @staticmethod
-    def _ready(forests: Forests, loss: Any) -> PreparedForest:
+    def _ready(forests: Forests, loss: "Objective | LossFunction") -> PreparedForest:
         """The forest of a step with a loss; with what was prepared for it, if it is still so."""
         if not isinstance(forests, PreparedForest):
             return PreparedForest(step_forest(forests, loss))
@@ -282,10 +288,10 @@ class TreeEngine:
     def _begun(
         self,
         ready: PreparedForest,
-        loss: Any,
+        loss: "Objective | LossFunction",
         denominator: float | None,
         *,
-        router_counts: Any = None,
+        router_counts: "RouterCounts | None" = None,
         trained_only: bool = False,
     ) -> tuple[Walk, Loss]:
         """The walk over a forest's plan under the present budget, and the loss on it."""
@@ -293,7 +299,7 @@ class TreeEngine:
         own = self._new_loss(ready, loss, denominator, trained_only=trained_only)
         guests = self._guests(plan)
         if self.router_loss_rule is not None:
-            guests.append(self._router_losses(plan, router_counts))
+            guests.append(self._router_losses(self.router_loss_rule, plan, router_counts))
         return self._walk(plan, guests), own
 
     def _walk(self, plan: Plan, guests: Sequence[Guest], *, reads_routers: bool = False) -> Walk:
@@ -309,7 +315,9 @@ class TreeEngine:
             return answered
         return Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature, reads_routers=reads)
 
-    def _new_loss(self, ready: PreparedForest, loss: Any, denominator: float | None, *, trained_only: bool) -> Loss:
+    def _new_loss(
+        self, ready: PreparedForest, loss: "Objective | LossFunction", denominator: float | None, *, trained_only: bool
+    ) -> Loss:
         forest = ready.joined
         if not isinstance(loss, Objective):
             if denominator is not None:
@@ -322,9 +330,11 @@ class TreeEngine:
             refuse_candidates(self.lm, own.terms.tokens)
         return own
 
-    def _router_losses(self, plan: Plan, counts: Any = None) -> Any:
+    def _router_losses(
+        self, rule: "RouterLossRule", plan: Plan, counts: "RouterCounts | None" = None
+    ) -> "RouterLosses":
         add_up = None if self._context is None else self._context.add_up
-        rule, forest = self.router_loss_rule, plan.forest
+        forest = plan.forest
         takes_recorded = rule.counts_recorded and forest.has_routes
         experts = features.routing.recorded_choices(self.lm, forest) if takes_recorded else None
         return features.router_loss.RouterLosses(rule, forest.multiplicity, counts, add_up, experts)
@@ -341,17 +351,18 @@ class TreeEngine:
         loss.evaluate(walk)
         return loss.output(walk)
 
-    def count_experts(self, forests: Forests) -> Any:
+    def count_experts(self, forests: Forests) -> "RouterCounts":
         """How often the routers choose each expert on some trees (`nn.router_loss.RouterCounts`), for a step that is
         spread over calls or ranks."""
         ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
-        if self.router_loss_rule is None:
+        rule = self.router_loss_rule
+        if rule is None:
             raise ConfigError("the engine adds no router loss, so there is nothing to count.")
 
         @torch.no_grad()
-        def counted() -> Any:
+        def counted() -> "RouterCounts":
             plan = self.plan(ready)
-            losses = self._router_losses(plan)
+            losses = self._router_losses(rule, plan)
             self.new_walk(plan, more=[losses]).visit(lambda _: None)
             return losses.router_loss.counts()
 
@@ -446,7 +457,7 @@ class TreeEngine:
         changes: list[dict[str, Any]] = [{stream: values_T[path]} for path in plan.forest.paths]
         return [replace(item, **change) for item, change in zip(items, changes, strict=True)]
 
-    def values(self, plan: Plan, readers: "Sequence[Reader]", pixels_of: Any = None) -> list[Values]:
+    def values(self, plan: Plan, readers: "Sequence[Reader]", pixels_of: "PixelsOf | None" = None) -> list[Values]:
         """Each reader's values over the plan's forest, by name; differentiable at any budget (see `tree_values`).
 
         pixels_of: maps an image to its tensors; None: the engine's processor makes them. Afterwards `replay` is that of
@@ -475,7 +486,9 @@ class TreeEngine:
         own = self.lm, plan, self.implementation, guests
         return Walk(*own, temperature=self.temperature, reads_routers=reads_routers)
 
-    def _guests(self, plan: Plan, pixels_of: Any = None, images: Sequence[Guest] | None = None) -> list[Guest]:
+    def _guests(
+        self, plan: Plan, pixels_of: "PixelsOf | None" = None, images: Sequence[Guest] | None = None
+    ) -> list[Guest]:
         """What joins every walk over a plan: other ranks, host memory, recorded experts, its images.
 
         Raises:
@@ -487,7 +500,8 @@ class TreeEngine:
                 "experts are spread over ranks with different batches (ep_size > tp_size), which have to run the same "
                 "passes: call engine.check(forest) with one forest on all ranks, then engine.enable_lockstep(...)."
             )
-        guests = [guest for guest in (self._context, self._lockstep, self._host_memory) if guest is not None]
+        always: tuple[Guest | None, ...] = self._context, self._lockstep, self._host_memory
+        guests = [guest for guest in always if guest is not None]
         if plan.forest.has_routes:
             guests.append(features.routing.Replay(self.lm, plan.forest))
         if images is not None:
@@ -601,7 +615,7 @@ class TreeEngine:
             self._lockstep.drain()
 
 
-def wants_router_losses(config: Any, wants_aux: bool | None) -> bool:
+def wants_router_losses(config: PreTrainedConfig, wants_aux: bool | None) -> bool:
     """Whether steps add the load-balancing loss of a mixture; None: as the configuration says."""
     found = getattr(config, "output_router_logits", False) or getattr(
         config.get_text_config(), "output_router_logits", False

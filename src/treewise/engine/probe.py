@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -39,17 +39,28 @@ from treewise.engine.probed_rows import ProbedRows, probed_rows, text_ids
 from treewise.engine.step import StepLoss, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
-from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.gradients import gradients_restored, hooks_run_once
 from treewise.nn.guest import Guest, MicroBatchOutput
 from treewise.nn.platform.tensors import is_out_of_memory, to_device
 from treewise.nn.recomputation import is_reentrant
-from treewise.nn.wrapped import adapter_parameters, experts_in_loops, stirred, uncompiled, untried_experts
+from treewise.nn.wrapped import (
+    SUPPORTED_MODELS,
+    adapter_parameters,
+    experts_in_loops,
+    named_modules,
+    stirred,
+    uncompiled,
+    untried_experts,
+)
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from treewise.nn.router_loss import RouterLossRule
 
 # In float32 or wider, largest differences of a hidden row relative to it, and of a parameter's gradient relative to its
 # own norm and to that of the whole gradient: these, or so many spreads of the model (2e-6 in SmolLM2-135M, where the
@@ -120,7 +131,7 @@ def probe(
             gradients.check(spread, is_exact=flat.is_exact)
 
 
-def check_router_losses(lm: DecoderAndHead, rule: Any, forest: Forest) -> None:
+def check_router_losses(lm: DecoderAndHead, rule: "RouterLossRule | None", forest: Forest) -> None:
     """Compares the load-balancing loss that steps add with that of the model's own forward. rule: None: none is added.
 
     Raises:
@@ -142,7 +153,7 @@ def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     names: dict[str, nn.Parameter] = {}
     slots = [
         (module, f"{path}.{name}".lstrip("."), name, parameter)
-        for path, module in model.named_modules()
+        for path, module in named_modules(model)
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad
     ]
@@ -413,7 +424,7 @@ class _Gradients:
 
     def __init__(self, lm: DecoderAndHead, trained: dict[str, nn.Parameter], way_out: str | None = None) -> None:
         self._trained, self._way_out = trained, way_out or _way_out(lm)
-        self._has_experts = any(word in path for path, _ in lm.decoder.named_modules() for word in ("expert", "moe"))
+        self._has_experts = any(word in path for path, _ in named_modules(lm.decoder) for word in ("expert", "moe"))
         self._norms: list[tuple[str, np.ndarray]] = []
         self.note("")
         self.are_compared = torch.is_grad_enabled() and any(each.grad is not None for each in trained.values())

@@ -10,11 +10,11 @@ backward (`nn.flops`).
 
 import copy
 import weakref
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +38,10 @@ from treewise.nn.router_loss import RouterCounts, RouterLoss, RouterLossRule
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, TRAIN, Plan
 from treewise.tree.forest import Forest
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+Arguments = tuple[Any, ...]  # of an operation
 _grouped_mm = part_of_torch("ops.aten._grouped_mm.default")
 _attention = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu.default")
 _attention_backward = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
@@ -134,7 +138,7 @@ def step_memory(
     with sized_as(device_type, stand_in), under_autocast:
         twin = without_data(model, claims_cpu=asks_for_autocast)
         lm = split_model(twin)
-        by_rows = nullcontext()
+        by_rows: AbstractContextManager[object] = nullcontext()
         if not plan.is_whole and device_type == "cpu":
             by_rows = lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
         guests = list[Guest]([MeetsImages()] if plan.forest.has_images else [])
@@ -261,7 +265,9 @@ class OnCpu(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: "OpOverload", types: object, args: Arguments = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         return _CPU if func is _device else _on_meta(func, args, kwargs or {})
 
 
@@ -280,10 +286,12 @@ class LiveBytes(TorchDispatchMode):
         for each in [*tensors, *(tensor.grad for tensor in tensors if tensor.grad is not None)]:
             self._watch(each.untyped_storage(), 0)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: "OpOverload", types: object, args: Arguments = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if func is _device:
             return _CPU
-        if func is _sum and _adds_in_place(*args):
+        if func is _sum and _adds_in_place(args[0], args[1]):
             return args[0]
         result = self._results.of(func, args, kwargs or {})
         for each in result if isinstance(result, tuple | list) else (result,):
@@ -306,12 +314,13 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def _adds_in_place(first: torch.Tensor, second: Any) -> bool:
+def _adds_in_place(first: object, second: object) -> bool:
     """Whether this sum is one of two gradients of one tensor, by autograd itself, which does it in place where nothing
     else holds the first; but not under a mode that sees operations, nor on `meta`.
     """
     if torch.is_grad_enabled() or isinstance(_running_node(), NoneType | BackwardCFunction) or first is second:
         return False
+    assert isinstance(first, torch.Tensor)
     return _num_owners(first.untyped_storage()._cdata) == 2  # noqa: SLF001 (it and the object of this line)
 
 
@@ -324,9 +333,11 @@ class Results:
 
     def __init__(self, *, makes_shapes: bool = False) -> None:
         self._makes_shapes = makes_shapes
-        self._known: dict[Any, Any] = {}  # forms of what an operation returned, by it and the forms of its arguments
+        self._known: dict[
+            object, object
+        ] = {}  # forms of what an operation returned, by it and the forms of its arguments
 
-    def of(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def of(self, func: "OpOverload", args: Arguments, kwargs: dict[str, object]) -> object:
         """What `func` returns, without data, of a form that is kept for the next call."""
         if func.is_view:  # of one tensor, the first, and torch knows the shape at once
             return func(*args, **kwargs) if type(args[0]) is not OnCpu else _view(func, args, kwargs)
@@ -340,16 +351,20 @@ class Results:
         )
         if _is_new(result, (args, *kwargs.values())):
             self._known[key] = _forms(result)
-        elif result is target and not has_data(result) and key[1:] == (_forms(args), _forms(tuple(kwargs.items()))):
+            return result
+        is_same = result is target and isinstance(result, torch.Tensor) and not has_data(result)
+        if is_same and key[1:] == (_forms(args), _forms(tuple(kwargs.items()))):
             self._known[key] = _IN_PLACE
         return result
 
 
-def _view(func: Any, args: Any, kwargs: Any) -> Any:
+def _view(func: "OpOverload", args: Arguments, kwargs: dict[str, object]) -> object:
     return _wrapped(func(_twin(args[0]), *args[1:], **kwargs), {})
 
 
-def _on_meta(func: Any, args: Any, kwargs: Any, *, makes_shapes: bool = False) -> Any:
+def _on_meta(
+    func: Callable[..., object], args: Arguments, kwargs: dict[str, object], *, makes_shapes: bool = False
+) -> object:
     """What `func` returns. In place of tensors that claim to be on the CPU it sees their twins on `meta`, in the same
     storages, and so in place of tensors with data beside them. makes_shapes: of no tensors, too."""
     given = _tensors((args, *kwargs.values()))
@@ -360,24 +375,26 @@ def _on_meta(func: Any, args: Any, kwargs: Any, *, makes_shapes: bool = False) -
             return func(*args, **kwargs)
     # No nested functions that call themselves: a cycle would hold the twins, and their storages, until it is collected.
     twins = {id(each): _twin(each) for each in given}
-    found = func(*_replaced(args, twins), **{name: _replaced(each, twins) for name, each in kwargs.items()})
+    found = func(
+        *(_replaced(each, twins) for each in args), **{name: _replaced(each, twins) for name, each in kwargs.items()}
+    )
     return _wrapped(found, {id(twins[id(each)]): each for each in given})
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, tuple | list):
         return [tensor for each in value for tensor in _tensors(each)]
     return [value] if isinstance(value, torch.Tensor) else []
 
 
-def _replaced(value: Any, twins: dict[int, torch.Tensor]) -> Any:
+def _replaced(value: object, twins: dict[int, torch.Tensor]) -> object:
     """With twins in place of tensors, and `meta` of devices."""
     if isinstance(value, tuple | list):
         return [_replaced(each, twins) for each in value]
     return _META if isinstance(value, torch.device) else twins.get(id(value), value)
 
 
-def _wrapped(value: Any, given: dict[int, torch.Tensor]) -> Any:
+def _wrapped(value: object, given: dict[int, torch.Tensor]) -> object:
     """With the tensors that were given in place of their twins, and on the CPU what is new, by its own account."""
     if isinstance(value, tuple | list):
         return type(value)(_wrapped(each, given) for each in value)
@@ -392,7 +409,7 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
     return alike.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _made(forms: Any) -> Any:
+def _made(forms: Any) -> object:
     """A value of these forms."""
     kind, *rest = forms
     if kind is not torch.Tensor and kind is not OnCpu:
@@ -402,7 +419,7 @@ def _made(forms: Any) -> Any:
     return made if kind is torch.Tensor else OnCpu(made)
 
 
-def _forms(value: Any) -> Any:
+def _forms(value: object) -> tuple[object, ...]:
     """Of tensors without data whether they claim to be on the CPU, size, strides, dtype; of other values their type and
     they themselves."""
     if type(value) is OnCpu:
@@ -414,7 +431,7 @@ def _forms(value: Any) -> Any:
     return type(value), value
 
 
-def _is_new(result: Any, given: Any) -> bool:
+def _is_new(result: object, given: object) -> bool:
     """Whether a result is tensors without data in storages of their own, each no larger than it needs."""
     before = {id(tensor.untyped_storage()) for tensor in _tensors(given)}
     for each in result if isinstance(result, tuple | list) else (result,):
@@ -428,7 +445,7 @@ def _is_new(result: Any, given: Any) -> bool:
     return True
 
 
-def _work_space(func: Any, args: Sequence[torch.Tensor], result: Any) -> int:
+def _work_space(func: "OpOverload", args: Sequence[torch.Tensor], result: object) -> int:
     """Bytes that a kernel of the CPU allocates inside, where they are more than a few.
 
     Attention: scores of a tile in float32 and their gradients, for each thread, in half precision both once more, and
@@ -444,8 +461,9 @@ def _work_space(func: Any, args: Sequence[torch.Tensor], result: Any) -> int:
             return 2 * 4 * tile
         return 2 * 6 * tile + 2 * key.shape[2] * query.shape[1] * query.shape[3] * query.itemsize
     if func.overloadpacket in _POINTWISE:
+        assert isinstance(result, torch.Tensor)
         narrow = (each for each in args if isinstance(each, torch.Tensor) and each.dtype != result.dtype)
-        return sum(each.numel() for each in narrow) * int(result.itemsize)
+        return sum(each.numel() for each in narrow) * result.itemsize
     return 0
 
 

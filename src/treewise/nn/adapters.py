@@ -22,6 +22,7 @@ from treewise.errors import ConfigError, pip_install
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
+    from torch import nn
     from transformers import PreTrainedModel
 
 ADAPTERS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # in a folder of adapters
@@ -31,7 +32,7 @@ logger = logging.getLogger("treewise")
 
 
 def adapted(
-    model: "PreTrainedModel", lora: "Mapping[str, Any] | LoraConfig", base: str | None = None
+    model: "nn.Module", lora: "Mapping[str, object] | LoraConfig", base: str | None = None
 ) -> "PreTrainedModel":
     """The model with new adapters: settings of `peft.LoraConfig`, or such an object. base: the model's name, which is
     saved with them and by which it is found again.
@@ -57,28 +58,27 @@ def adapted(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
-            settings: Any = lora
+            settings = lora_config(lora) if isinstance(lora, Mapping) else lora
             if isinstance(lora, Mapping):
-                settings = lora_config(lora)
                 _refuse_unknown_names(model, settings)
             _refuse_unknown_tokens(model, settings)
-            model = get_peft_model(model, settings)
+            made: PreTrainedModel = get_peft_model(model, settings)
     except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         found = f" {there}" if re.search("target.modules|No modules", str(error), re.IGNORECASE) else ""
         raise ConfigError(f"lora: {' '.join(str(error).split())[:MAX_REASON]}{found}") from error
     if base is not None:
-        for each in model.peft_config.values():
+        for each in made.peft_config.values():
             each.base_model_name_or_path = base
-    return model
+    return made
 
 
 _NAMES = ("target_modules", "exclude_modules")  # a text is a regular expression in peft, and a list holds names
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*(\s*,\s*[\w-]+(\.[\w-]+)*)*")
 
 
-def lora_config(lora: "Mapping[str, Any]") -> "LoraConfig":
+def lora_config(lora: "Mapping[str, object]") -> "LoraConfig":
     """Settings as peft's object.
 
     Raises:
@@ -90,9 +90,9 @@ def lora_config(lora: "Mapping[str, Any]") -> "LoraConfig":
     return LoraConfig(**{"task_type": "CAUSAL_LM", **own, **_listed_names(lora)})
 
 
-def _listed_names(lora: "Mapping[str, Any]") -> dict[str, list[str]]:
+def _listed_names(lora: "Mapping[str, object]") -> dict[str, list[str]]:
     """Settings whose text is a name, or several with commas between them, as lists."""
-    texts = {key: lora[key].strip() for key in _NAMES if isinstance(lora.get(key), str)}
+    texts = {key: text.strip() for key in _NAMES if isinstance(text := lora.get(key), str)}
     return {
         key: [name.strip() for name in text.split(",")]
         for key, text in texts.items()
@@ -100,7 +100,7 @@ def _listed_names(lora: "Mapping[str, Any]") -> dict[str, list[str]]:
     }
 
 
-def _refuse_unknown_names(model: "PreTrainedModel", settings: "LoraConfig") -> None:
+def _refuse_unknown_names(model: "nn.Module", settings: "LoraConfig") -> None:
     """Raises `ConfigError` for names that nothing has; peft leaves out all but the last."""
     modules, parameters = ([path for path, _ in each] for each in (model.named_modules(), model.named_parameters()))
     for key in ("target_modules", "exclude_modules", "modules_to_save", "target_parameters"):
@@ -116,12 +116,14 @@ def _refuse_unknown_names(model: "PreTrainedModel", settings: "LoraConfig") -> N
             raise ConfigError(f"lora.{key}: no module is called {', '.join(unknown)}. {_module_names(model)}")
 
 
-def _refuse_unknown_tokens(model: "PreTrainedModel", settings: Any) -> None:
+def _refuse_unknown_tokens(model: "nn.Module", settings: Any) -> None:
     """Raises `ConfigError` for trained tokens that a table does not have, or that are named twice."""
+    from treewise.nn.wrapped import num_embeddings, weight_of
+
     given = getattr(settings, "trainable_token_indices", None) or ()
     for name, indices in given.items() if isinstance(given, Mapping) else (("", given),):
         tables = [each for path, each in model.named_modules() if name and f".{path}".endswith(f".{name}")]
-        num_tokens = (tables[0] if tables else model.get_input_embeddings()).weight.shape[0]
+        num_tokens = weight_of(tables[0]).shape[0] if tables else num_embeddings(model)
         odd = [index for index in indices if not 0 <= index < num_tokens]
         odd += [index for index, count in Counter(indices).items() if count > 1]
         if odd:
@@ -131,7 +133,7 @@ def _refuse_unknown_tokens(model: "PreTrainedModel", settings: Any) -> None:
             )
 
 
-def _module_names(model: "PreTrainedModel") -> str:
+def _module_names(model: "nn.Module") -> str:
     """The modules with weights, by the last parts of their paths, as a sentence."""
     names = dict.fromkeys(path.rpartition(".")[2] for path, each in model.named_modules() if hasattr(each, "weight"))
     return f"There are {', '.join(names)}."
@@ -257,7 +259,7 @@ def saved_tables(model: "PreTrainedModel", shapes: Mapping[str, Sequence[int]]) 
     return found
 
 
-def tables_of(model: "PreTrainedModel") -> dict[str, Any]:
+def tables_of(model: "PreTrainedModel") -> "dict[str, nn.Module]":
     """The modules of the embeddings and the head, by path."""
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     return {path: module for path, module in model.named_modules() if any(module is table for table in tables)}
@@ -269,10 +271,10 @@ def parted_table(model: "PreTrainedModel") -> str | None:
     Weights with such adapters merged into them are another model: both tables get what one was trained to be, or, where
     a copy was trained whole, it is lost as soon as the weights are tied again.
     """
-    from treewise.nn.wrapped import innermost
+    from treewise.nn.wrapped import weight_of
 
     tables = tables_of(model)
-    if len(tables) < 2 or len({id(innermost(each).weight) for each in tables.values()}) > 1:
+    if len(tables) < 2 or len({id(weight_of(each)) for each in tables.values()}) > 1:
         return None
     adapters = {path: _adapter_of(each) for path, each in tables.items()}
     if len(set(adapters.values())) == 1:
@@ -280,9 +282,11 @@ def parted_table(model: "PreTrainedModel") -> str | None:
     return next(path for path, adapter in adapters.items() if adapter is not None)
 
 
-def warn_of_parted_tables(model: Any) -> None:
+def warn_of_parted_tables(model: "nn.Module") -> None:
     """Logs that the adapters of a model cannot be merged, where they cannot."""
-    path = parted_table(model.get_base_model()) if hasattr(model, "peft_config") else None
+    from treewise.nn.wrapped import base_model, is_peft
+
+    path = parted_table(base_model(model)) if is_peft(model) else None
     if path is not None:
         logger.warning(
             "%s has adapters of its own, and shares its weights with the other table of tokens (tie_word_embeddings): "
@@ -321,15 +325,17 @@ def _resize(model: "PreTrainedModel", adapters: Path) -> None:
     Raises:
         ConfigError: they lack the rows of one of the tables.
     """
-    rows, before = saved_tables(model, _saved_shapes(adapters)), model.get_input_embeddings().weight.shape[0]
+    from treewise.nn.wrapped import num_embeddings, weight_of
+
+    rows, before = saved_tables(model, _saved_shapes(adapters)), num_embeddings(model)
     num_tokens = next(iter(rows.values()), before)
     if num_tokens == before:
         return
     model.resize_token_embeddings(num_tokens, mean_resizing=False)
     tables = tables_of(model)
-    held = {id(tables[path].weight) for path in rows}
+    held = {id(weight_of(tables[path])) for path in rows}
     for path, table in tables.items():
-        if id(table.weight) not in held:
+        if id(weight_of(table)) not in held:
             raise ConfigError(
                 f"{adapters}: they were trained with {num_tokens:,} tokens, the base model has {before:,}, and they do "
                 f"not hold {path}. Resize and save the base model, and name it in {ADAPTERS}."

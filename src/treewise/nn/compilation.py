@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from treewise.base import features
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
-from treewise.nn.wrapped import base_model
+from treewise.nn.decoder import DecoderAndHead
+from treewise.nn.wrapped import SUPPORTED_MODELS, base_model
 
 # Graphs of one function: with and without gradients, trained and evaluated, of one token and of more, under autocast,
 # layers that differ. torch's 8 would leave the rest uncompiled.

@@ -20,9 +20,7 @@ from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import AttentionName, TreeContext, carry
 from treewise.nn.lm_head import AnyHead, Head
 from treewise.nn.platform.tensors import to_device
-from treewise.nn.wrapped import innermost
-
-SUPPORTED_MODELS = "Supported models: docs/models.md."  # ends messages about a model
+from treewise.nn.wrapped import SUPPORTED_MODELS, innermost, num_embeddings, weight_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +55,7 @@ class DecoderAndHead:
     @property
     def num_embeddings(self) -> int:
         """Tokens that have an embedding."""
-        num_tokens: int = innermost(self.decoder.get_input_embeddings()).weight.shape[0]
-        return num_tokens
+        return num_embeddings(self.decoder)
 
     @property
     def num_logits(self) -> int:
@@ -83,7 +80,7 @@ class DecoderAndHead:
         """Where token ids have to be."""
         embeddings = self.decoder.get_input_embeddings()
         first = next(embeddings.parameters(), None)  # `weight` of an adapter is computed; FSDP1 has no parameter there
-        return (embeddings.weight if first is None else first).device
+        return (weight_of(embeddings) if first is None else first).device
 
     def head(self, temperature: float = 1.0) -> AnyHead:
         """The head with its present weights, adapters included; `temperature` divides the logits."""
@@ -111,7 +108,7 @@ def run_decoder(
     context: TreeContext,
     *,
     with_router_logits: bool = False,
-    inside: tuple[PreTrainedModel, dict[str, Any]] | None = None,
+    inside: tuple[nn.Module, dict[str, Any]] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Forward of one micro-batch: [T, M] hidden rows, and the router logits of each layer with a router ([T, E]).
 

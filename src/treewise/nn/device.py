@@ -6,12 +6,15 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from treewise.errors import ConfigError
 
 logger = logging.getLogger("treewise")
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 # Of the products by which a device's rate is measured.
 MATRIX_SIZE = {"cpu": 768, "cuda": 4096}
@@ -45,6 +48,11 @@ def without_accelerates_fsdp() -> Iterator[None]:
     finally:
         if asked is not None:
             os.environ["ACCELERATE_USE_FSDP"] = asked
+
+
+def on_device(model: ModelT, device: torch.device | str) -> ModelT:
+    """`model.to(device)`, in place, whose type transformers' decorator hides."""
+    return model.to(device)
 
 
 def chosen_device(name: str | None) -> torch.device:

@@ -56,7 +56,7 @@ def use_liger(model: nn.Module, device: torch.device) -> list[str]:
         raise ConfigError(
             f"use_liger_kernel: its kernels run on a GPU, and the model is on {device.type}; leave it out."
         )
-    plain: Any = base_model(model)
+    plain = base_model(model)
     family = plain.config.model_type
     patch = package.MODEL_TYPE_TO_APPLY_LIGER_FN.get(family)
     if patch is None:

@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from treewise.base import features
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import install
-from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead, parameters_of
+from treewise.nn.decoder import DecoderAndHead, parameters_of
 from treewise.nn.support_table import later_release
-from treewise.nn.wrapped import base_model, unwrap_model
+from treewise.nn.wrapped import SUPPORTED_MODELS, base_model, unwrap_model, without_adapters
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers that mix no tokens.
@@ -49,16 +49,13 @@ def split_model(model: nn.Module) -> DecoderAndHead:
     Raises:
         UnsupportedModelError: naming the model, layer or setting.
     """
-    model, base = unwrap_model(model), base_model(model)
-    name = type(base).__name__
-    if isinstance(getattr(base, "pretrained_model", None), nn.Module) and hasattr(base, "v_head"):
+    inner = without_adapters(model)
+    name = type(inner).__name__
+    if isinstance(getattr(inner, "pretrained_model", None), nn.Module) and hasattr(inner, "v_head"):
         raise UnsupportedModelError(
             f"{name} has a value head, which trees do not compute; pass its pretrained_model. {SUPPORTED_MODELS}"
         )
-    if not isinstance(base, PreTrainedModel):
-        hint = " Load it first: AutoModelForCausalLM, of adapters peft.AutoPeftModelForCausalLM, .from_pretrained(...)."
-        hint = "" if isinstance(base, nn.Module) else hint
-        raise UnsupportedModelError(f"{name} is not a transformers model.{hint} {SUPPORTED_MODELS}")
+    model, base = unwrap_model(model), base_model(inner)
     if base.config.model_type in REFUSED_FAMILIES:
         raise UnsupportedModelError(f"{name} {REFUSED_FAMILIES[base.config.model_type]}. {SUPPORTED_MODELS}")
     if getattr(base.config, "is_encoder_decoder", False):

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
-from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.recomputation import is_reentrant
-from treewise.nn.wrapped import base_model
+from treewise.nn.wrapped import SUPPORTED_MODELS, base_model, named_modules
 from treewise.tree.forest import Forest
 
 NOISE = ("pdrop", "layerdrop", "jitter_noise", "neftune_noise_alpha")  # ends of names
@@ -62,7 +62,7 @@ def zero_dropout(model: nn.Module) -> str | None:
 
 def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, float]]:
     """Path, module, attribute and value of each dropout, layer drop and router noise above 0."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             yield name, module, "p", module.p
         for attribute, value in list(vars(module).items()):
@@ -87,7 +87,7 @@ def refuse_kept_weights(model: nn.Module) -> None:
     if getattr(dora, "ENABLE_DORA_CACHING", False):  # peft before 0.19 keeps none
         keepers.append(("peft's DoraCaching", lambda module: hasattr(module, "_dora_cache") and not module.training))
     for name, is_kept in keepers:
-        found = next((path for path, module in model.named_modules() if is_kept(module)), None)
+        found = next((path for path, module in named_modules(model) if is_kept(module)), None)
         if found is not None:
             raise ConfigError(
                 f"{name} keeps computed weights ({found or 'of the model'}) between forwards, so some would have no "
@@ -106,7 +106,7 @@ def refuse_lost_gradients(model: nn.Module) -> None:
     """
     if not any(map(is_reentrant, model.modules())):
         return
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if getattr(module, "is_kv_shared_layer", False) is True:
             raise UnsupportedModelError(
                 f"{name} ({type(module).__name__}) reads keys and values of an earlier layer, which get no gradient "
@@ -156,10 +156,11 @@ def position_table(decoder: nn.Module) -> tuple[int, str] | None:
     size = num_positions(getattr(decoder, "config", None))
     if size is None:
         return None
-    for name, module in decoder.named_modules():
-        is_named = isinstance(module, nn.Embedding) and any(word in name for word in ("position", "wpe"))
-        if is_named and module.num_embeddings - getattr(module, "offset", 0) == size:  # OPT's begins at the third row
-            return size, name
+    for name, module in named_modules(decoder):
+        if isinstance(module, nn.Embedding) and any(word in name for word in ("position", "wpe")):
+            offset: int = getattr(module, "offset", 0)  # OPT's begins at the third row
+            if module.num_embeddings - offset == size:
+                return size, name
     for name, buffer in decoder.named_buffers():
         if name.endswith(("position_ids", "embed_positions")) and size in buffer.shape:
             return size, name
@@ -182,7 +183,7 @@ def refuse_placeholders(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
     Raises:
         UnsupportedModelError: with the token and its tree position.
     """
-    config: Any = base_model(lm.model).config
+    config = base_model(lm.model).config
     if config.get_text_config() is config:
         return
     for name in _PLACEHOLDERS:

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from treewise.base import features
 from treewise.nn.flops import FlopModel, LayerReach
+from treewise.nn.wrapped import base_model, named_modules, weight_of
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
@@ -23,15 +24,16 @@ ACTIVATIONS_PER_LINEAR = 1.15
 VALUES_PER_NORM = 2
 
 
-def flop_model(model: PreTrainedModel) -> FlopModel:
+def flop_model(model: nn.Module) -> FlopModel:
     """The costs of a transformers causal LM, read from the shapes of its parameters; `meta` tensors will do.
 
     In a model that sees, `vision` holds what its tower costs for an image.
     """
-    config = model.config.get_text_config()
-    decoder = model if config is model.config else model.get_decoder()
+    base = base_model(model)
+    config = base.config.get_text_config()
+    decoder = base if config is base.config else base.get_decoder()
     per_token = {id(each) for each in decoder.parameters()}
-    head = model.get_output_embeddings()
+    head = base.get_output_embeddings()
     head_modules = set(head.modules()) if head is not None else set()
     # Of a layer, and how many of them a token visits; 1 and 1 in a dense model.
     num_experts = int(next((getattr(config, each) for each in EXPERT_COUNTS if getattr(config, each, None)), 1))
@@ -48,15 +50,14 @@ def flop_model(model: PreTrainedModel) -> FlopModel:
         linear += flops
         backward += flops * (2 if parameter.requires_grad else 1)
         activations += (num_visited if is_expert else part) * sum(parameter.shape[-2:])
-    norms = sum(_norm_width(module, name, config) for name, module in decoder.named_modules())
+    norms = sum(_norm_width(module, name, config) for name, module in named_modules(decoder))
     head_flops = 2.0 * head.weight.numel() if head is not None else 0.0
     is_head_trained = head is not None and head.weight.requires_grad
     pairs: Counter[LayerReach] = Counter()
     for reach in _layer_reaches(config):
         heads, _, key_size, value_size = head_sizes(config)
         pairs[reach] += 2 * heads * (key_size + value_size)
-    embedding = model.get_input_embeddings()
-    embedding = getattr(embedding, "original_module", embedding)  # PEFT's for trained tokens merges at each look
+    embedding = weight_of(base.get_input_embeddings())
     return FlopModel(
         linear=linear,
         linear_backward=backward,
@@ -67,9 +68,9 @@ def flop_model(model: PreTrainedModel) -> FlopModel:
         num_trained_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),
         gateway_values=gateway_values(config),
         activation_values=round(activations) + VALUES_PER_NORM * norms,
-        vision=None if config is model.config else features.images.vision_costs(model, ACTIVATIONS_PER_LINEAR),
-        vocabulary=embedding.weight.shape[0],
-        hidden_values=getattr(config, "hidden_size", embedding.weight.shape[1]),
+        vision=None if config is base.config else features.images.vision_costs(base, ACTIVATIONS_PER_LINEAR),
+        vocabulary=embedding.shape[0],
+        hidden_values=getattr(config, "hidden_size", embedding.shape[1]),
     )
 
 
@@ -113,7 +114,7 @@ def gateway_values(config: PreTrainedConfig) -> int:
 def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Parameters that multiply activations, each once."""
     seen: set[int] = set()
-    for module_name, module in model.named_modules():
+    for module_name, module in named_modules(model):
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim >= 2 and "bias" not in name and id(parameter) not in seen:
                 seen.add(id(parameter))

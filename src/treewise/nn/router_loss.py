@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -283,7 +284,7 @@ def router_loss_rule(
 
 
 @torch.no_grad()
-def check_router_loss(model: PreTrainedModel, rule: RouterLossRule, token_ids: torch.Tensor) -> None:
+def check_router_loss(model: nn.Module, rule: RouterLossRule, token_ids: torch.Tensor) -> None:
     """Compares the load-balancing loss with that of the model's own forward. token_ids: [n] int64, a few tokens.
 
     Raises:

@@ -29,11 +29,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from treewise.errors import DataError, UnsupportedModelError, num
-from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.guest import Guest, RunningMicroBatch
 from treewise.nn.lending import lend_to, lent, replace_forward
 from treewise.nn.platform.releases import is_before
 from treewise.nn.platform.tensors import to_device
+from treewise.nn.wrapped import SUPPORTED_MODELS, named_modules
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -64,7 +65,7 @@ def routers_of(decoder: nn.Module) -> list[Router]:
         kinds.update(getattr(each, "target_class", each) for each in listed)
     return [
         Router(path, module, int(found.group(1)), _num_experts(module))
-        for path, module in decoder.named_modules()
+        for path, module in named_modules(decoder)
         if type(module) in kinds and (found := re.search(r"(?:^|\.)(\d+)\.", path))
     ]
 
@@ -91,9 +92,9 @@ def install(decoder: nn.Module) -> list[Router]:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} has no router that transformers names{later}, {_WAY_OUT}"
         )
-    modules = dict(decoder.named_modules())
+    modules = dict(named_modules(decoder))
     for number, router in enumerate(routers):
-        if any(name.rpartition(".")[2] == "experts" for name, _ in router.module.named_modules()):
+        if any(name.rpartition(".")[2] == "experts" for name, _ in named_modules(router.module)):
             raise UnsupportedModelError(
                 f"{router.path} ({type(router.module).__name__}) chooses experts of several kinds, {_WAY_OUT}"
             )
@@ -158,7 +159,11 @@ def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
 
 @torch.compiler.disable
 def _on_routes(
-    module: nn.Module, routes: Any, is_again: bool, args: tuple[object, ...], kwargs: dict[str, object]
+    module: nn.Module,
+    routes: "HeardRoutes | RecordedRoutes",
+    is_again: bool,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> object:
     number, router = vars(module)["_treewise_router"]
     with _InTopk(router, partial(routes.choose, number, router)) as choosing:
@@ -171,12 +176,16 @@ def _on_routes(
 # -- the choice within a router's forward -----------------------------------------------------------------------------
 
 
+Chosen = torch.return_types.topk
+Topk = Callable[[torch.Tensor], Chosen]
+
+
 class _InTopk(TorchFunctionMode):
     """Within a router's forward, the calls of `topk` by which it chooses go through `choose`."""
 
     FUNCTIONS: ClassVar = (torch.topk, torch.Tensor.topk)
 
-    def __init__(self, router: Router, choose: Callable[..., Any]) -> None:
+    def __init__(self, router: Router, choose: Callable[[torch.Tensor, Topk, "_InTopk"], Chosen]) -> None:
         super().__init__()
         self._router, self._choose = router, choose
         self._calls: list[tuple[tuple[int, ...], int]] = []  # shape and k
@@ -224,10 +233,10 @@ class HeardRoutes:
     def __init__(self, routers: Sequence[Router]) -> None:
         self._routers = routers
         self._chosen: list[list[torch.Tensor]] = [[] for _ in routers]
-        self._last: Any = None  # indices of the last topk of the router that runs
+        self._last: torch.Tensor | None = None  # indices of the last topk of the router that runs
         self.sizes: dict[int, RouterSizes] = {}  # by number of the router
 
-    def choose(self, _number: int, _router: Router, scores: torch.Tensor, topk: Any, _choosing: _InTopk) -> Any:
+    def choose(self, _number: int, _router: Router, scores: torch.Tensor, topk: Topk, _choosing: _InTopk) -> Chosen:
         """The router's own choice, of which the last is kept."""
         found = topk(scores)
         self._last = found.indices.detach()
@@ -236,6 +245,7 @@ class HeardRoutes:
     def end(self, number: int, _router: Router, sizes: RouterSizes) -> None:
         """After the router's forward."""
         self.sizes[number] = sizes
+        assert self._last is not None, "a router chooses before it ends"
         self._chosen[number].append(self._last.reshape(-1, sizes.num_chosen).to(torch.int16))
 
     def taken(self, num_rows: int) -> np.ndarray:
@@ -306,10 +316,10 @@ class RecordedRoutes:
         self._on_device: torch.Tensor | None = None
         self._otherwise: torch.Tensor | None = None  # [L, T] bool
         # Of the router that runs, [T] bool: it would have taken other experts, left out a recorded group.
-        self._is_other: Any = None
-        self._has_other_groups: Any = None
+        self._is_other: torch.Tensor | None = None
+        self._has_other_groups: torch.Tensor | None = None
 
-    def choose(self, number: int, router: Router, scores: torch.Tensor, topk: Any, choosing: _InTopk) -> Any:
+    def choose(self, number: int, router: Router, scores: torch.Tensor, topk: Topk, choosing: _InTopk) -> Chosen:
         """Recorded experts in place of a router's choice, with the values of its scores there."""
         if self._on_device is None:
             self._on_device = to_device(self._experts, scores.device, torch.long)
@@ -334,7 +344,10 @@ class RecordedRoutes:
         """After the router's first forward."""
         self._replay.check(number, sizes)
         is_other_T = self._is_other
-        if sizes.num_groups > 1:  # of which the last choice is one within the recorded ones
+        assert is_other_T is not None, "a router chooses before it ends"
+        if (
+            sizes.num_groups > 1 and self._has_other_groups is not None
+        ):  # of which the last choice is one within the recorded ones
             is_other_T = is_other_T | self._has_other_groups
         assert self._otherwise is not None
         self._otherwise[number] = is_other_T

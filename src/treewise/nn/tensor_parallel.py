@@ -24,6 +24,7 @@ from transformers.distributed import DistributedConfig
 
 from treewise.base.shapes import Context
 from treewise.errors import ConfigError, UnsupportedModelError, pip_install
+from treewise.nn.wrapped import named_modules
 
 AXIS = "tp"  # transformers' name of the axis of tensor parallelism
 _MODULE = "transformers.distributed.tensor_parallel"
@@ -152,7 +153,7 @@ def repair_tensor_parallel(base: PreTrainedModel) -> None:
             "choose a tp_size that divides them."
         )
     names = {name for name, style in plan.items() if style == _PARTIAL_GRADIENTS}
-    for name, module in base.named_modules():
+    for name, module in named_modules(base):
         if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
             # transformers' forward reads the whole layer's sizes there, and PEFT's adapters have those of a part.
             module.out_features, module.in_features = module.weight.shape

@@ -1,14 +1,35 @@
 """What stands around a transformers model or its layers: torch.compile, DistributedDataParallel, PEFT's adapters."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from typing_extensions import TypeIs
+
+    class AdaptedModel(nn.Module):
+        """What is read of PEFT's model around one of transformers."""
+
+        peft_config: dict[str, PeftConfig]
+        active_adapter: str
+        active_peft_config: PeftConfig
+        add_adapter: Callable[[str, PeftConfig], None]
+        set_adapter: Callable[[str], None]
+        disable_adapter: Callable[[], AbstractContextManager[None]]
+
+        def get_base_model(self) -> nn.Module:
+            """The model that has the adapters in its layers."""
+
+
+SUPPORTED_MODELS = "Supported models: docs/models.md."  # ends messages about a model
 
 # Adapters of PEFT whose result for a token is not a function of its path, and why.
 _ROW_ADAPTERS = {
@@ -22,7 +43,7 @@ _ROW_ADAPTERS = {
 }
 
 
-def unwrap_model(model: Any) -> Any:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The model inside torch.compile and DistributedDataParallel, with PEFT's adapters.
 
     Trees change shape at every step, and the engine calls the decoder, so neither wrapper would help.
@@ -34,6 +55,11 @@ def unwrap_model(model: Any) -> Any:
             model = model.get_submodule("_orig_mod")
         else:
             return model
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`model.named_modules()`, whose types torch leaves out."""
+    yield from model.named_modules()
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -53,10 +79,10 @@ TRIED_EXPERTS = ("eager", "grouped_mm", "batched_mm")
 _EXPERTS = "_experts_implementation_internal"  # of a configuration; the setter changes those inside of it, too
 
 
-def untried_experts(model: nn.Module) -> dict[int, tuple[Any, str]]:
+def untried_experts(model: nn.Module) -> dict[int, tuple[PreTrainedConfig, str]]:
     """Configurations whose experts run by an implementation that no test has tried, and its name, by id."""
     configs = [vars(module).get("config") for module in model.modules()]
-    found = ((each, getattr(each, _EXPERTS, None)) for each in configs)
+    found = ((each, getattr(each, _EXPERTS, None)) for each in configs if isinstance(each, PreTrainedConfig))
     return {id(config): (config, name) for config, name in found if name not in (None, *TRIED_EXPERTS)}
 
 
@@ -66,14 +92,14 @@ def experts_in_loops(model: nn.Module) -> Iterator[None]:
     untried = list(untried_experts(model).values())
     try:
         for config, _ in untried:
-            vars(config)[_EXPERTS] = "eager"
+            config.__dict__[_EXPERTS] = "eager"
         yield
     finally:
         for config, name in untried:
-            vars(config)[_EXPERTS] = name
+            config.__dict__[_EXPERTS] = name
 
 
-def is_peft(model: nn.Module) -> bool:
+def is_peft(model: object) -> "TypeIs[AdaptedModel]":
     """Whether PEFT's adapters are around a model."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
@@ -125,8 +151,22 @@ def stir_adapters(model: nn.Module) -> None:
         parameter.copy_(stirred(parameter.detach(), seed, factors[id(parameter)]))
 
 
-def base_model(model: Any) -> nn.Module:
+def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside torch.compile, DistributedDataParallel and PEFT.
+
+    Raises:
+        UnsupportedModelError: a model that is none of transformers, or adapters as in `without_adapters`.
+    """
+    base = without_adapters(model)
+    if not isinstance(base, PreTrainedModel):
+        hint = " Load it first: AutoModelForCausalLM, of adapters peft.AutoPeftModelForCausalLM, .from_pretrained(...)."
+        hint = "" if isinstance(base, nn.Module) else hint
+        raise UnsupportedModelError(f"{type(base).__name__} is not a transformers model.{hint} {SUPPORTED_MODELS}")
+    return base
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile, DistributedDataParallel and PEFT, of transformers or not.
 
     Raises:
         UnsupportedModelError: an adapter that learns a prompt, whose result for a token depends on its whole row, or
@@ -154,13 +194,26 @@ def base_model(model: Any) -> nn.Module:
     return model.get_base_model()
 
 
-def innermost(module: Any) -> Any:
+def num_embeddings(model: nn.Module) -> int:
+    """Tokens that have an embedding. model: a transformers model as in `base_model`; its decoder will do."""
+    return weight_of(base_model(model).get_input_embeddings()).shape[0]
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The weight of a model's own layer, without what adapters add."""
+    weight = innermost(module).weight
+    assert isinstance(weight, torch.Tensor), f"{type(module).__name__} has no weight"
+    return weight
+
+
+def innermost(module: nn.Module) -> nn.Module:
     """The model's own layer below PEFT's adapters and wrappers. One with trained tokens makes a whole table at each
     look at its `weight`."""
     while True:
         below = getattr(module, "original_module", None)  # modules_to_save, trainable_token_indices
-        if below is None and hasattr(module, "get_base_layer"):
-            below = module.get_base_layer()
-        if below is None or below is module:
+        base_layer: Callable[[], object] | None = getattr(module, "get_base_layer", None)
+        if below is None and base_layer is not None:
+            below = base_layer()
+        if not isinstance(below, nn.Module) or below is module:
             return module
         module = below

@@ -9,12 +9,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.nn.wrapped import named_modules
+
+if TYPE_CHECKING:
+    from treewise.nn.wrapped import AdaptedModel
 
 ALPHA = 32  # of every adapter: learning rates do not depend on the rank
 _MIXERS = ("attn", "attention", "mixer", "mamba", "conv", "rwkv", "delta")  # parts of a layer that mix tokens
@@ -69,11 +74,16 @@ class Slots:
     model: the base model, from the first adapter on within PEFT's.
     """
 
-    def __init__(self, base: Any, *, trains_all: bool) -> None:
+    def __init__(self, base: PreTrainedModel, *, trains_all: bool) -> None:
         self.base, self.trains_all = base.requires_grad_(trains_all), trains_all
-        self.model: Any = base
+        self._adapted: AdaptedModel | None = None
         self._layers = _layers(base)  # before adapters stand around them
         self._slots = {"full": _slot_of(base, set(base.parameters()))} if trains_all else {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The base model, from the first adapter on within PEFT's."""
+        return self.base if self._adapted is None else self._adapted
 
     def new_weights(self, shape: Shape, seed: int) -> OwnedWeights:
         """Adapters that change nothing yet, A drawn from the seed; or a copy of the base model's weights.
@@ -101,10 +111,10 @@ class Slots:
             before = {id(parameter) for parameter in self.model.parameters()}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of peft about tied heads
-                if self.model is self.base:
-                    self.model = get_peft_model(self.base, config, adapter_name=shape.name)
+                if self._adapted is None:
+                    self._adapted = get_peft_model(self.base, config, adapter_name=shape.name)
                 else:
-                    self.model.add_adapter(shape.name, config)
+                    self._adapted.add_adapter(shape.name, config)
             self.model.eval()
             own = {parameter for parameter in self.model.parameters() if id(parameter) not in before}
             self._slots[shape.name] = _slot_of(self.model, own)
@@ -114,12 +124,12 @@ class Slots:
     def using(self, weights: OwnedWeights | None) -> Iterator[None]:
         """Inside, the model has these weights; None: it is the base model."""
         if weights is None and not self.trains_all:
-            with self.model.disable_adapter() if self.model is not self.base else nullcontext(), torch.no_grad():
+            with nullcontext() if self._adapted is None else self._adapted.disable_adapter(), torch.no_grad():
                 yield
             return
         slot = self._slots["full"] if weights is None else self._slot(weights.shape)
-        if weights is not None and weights.shape.rank and self.model.active_adapter != weights.shape.name:
-            self.model.set_adapter(weights.shape.name)
+        if self._adapted is not None and weights is not None and self._adapted.active_adapter != weights.shape.name:
+            self._adapted.set_adapter(weights.shape.name)
         _put(slot, slot.blank if weights is None else weights.parameters)
         try:
             yield
@@ -130,7 +140,7 @@ class Slots:
 def _slot_of(model: nn.Module, own: set[nn.Parameter]) -> _Slot:
     ids = {id(parameter) for parameter in own}
     slot, names = _Slot({}), dict[int, str]()
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in ids:
                 name = names.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
@@ -145,11 +155,11 @@ def _put(slot: _Slot, parameters: dict[str, nn.Parameter]) -> None:
             module._parameters[key] = parameters[name]  # noqa: SLF001 - `setattr` looks elsewhere first
 
 
-def _layers(base: Any) -> dict[str, str]:
+def _layers(base: PreTrainedModel) -> dict[str, str]:
     """The linear layers by name, each with its kind; those of no kind (of a tower) have ``."""
     inner, head = {id(module) for module in (base.get_decoder() or base).modules()}, base.get_output_embeddings()
     left_out, found = "out_proj" if base.config.model_type in _WITHOUT_OUT_PROJ else None, {}
-    for name, module in base.named_modules():
+    for name, module in named_modules(base):
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] != left_out:
             own = ("attn" if any(part in name.lower() for part in _MIXERS) else "mlp") if id(module) in inner else ""
             found[name] = "unembed" if module is head else own

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,19 +19,22 @@ from typing import Any
 
 import orjson
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
+from starlette.types import ExceptionHandler
 from tinker import types
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from treewise.base.http.bodies import Bodies, BodyLimits, BodyRefusedError
 from treewise.base.http.server import host_guard, is_token, listening_socket, serve_on
 from treewise.errors import DataError, DiskError, TreewiseError
 from treewise.serve.adapter_slots import Shape
-from treewise.serve.catalog import Catalog, json_of, lora_facts
+from treewise.serve.catalog import Catalog, body_of, json_of, key_of, lora_facts
 from treewise.serve.journal import ERRORS, QueuedRequest, RequestJournal, digest_of
 from treewise.serve.settings import ServeSettings
 from treewise.serve.store import KINDS, CheckpointName, Store
@@ -47,6 +50,14 @@ MAX_RUNS = 10**6  # of a session
 CHANGES = (*CALLS, *KINDS, "optim_step", "load_weights")  # requests that have a model's sequence number
 _ERRORS = (HTTPException, ClientDisconnect, TreewiseError, KeyError, ValueError)  # what is answered, see `_refused`
 PAGE = Path(__file__).with_name("page.html")
+_Handler = Callable[..., Awaitable[object]]  # given the request, and what it asks
+_Change = (
+    types.OptimStepRequest
+    | types.SaveWeightsRequest
+    | types.SaveWeightsForSamplerRequest
+    | types.SaveWeightsExternalRequest
+    | types.LoadWeightsRequest
+)
 
 
 class Api(Catalog):
@@ -83,7 +94,7 @@ class Api(Catalog):
             await run_in_threadpool(self.worker.stop)
             self.journal.close()
 
-        answers: Any = dict.fromkeys(_ERRORS, _refused)
+        answers: dict[Any, ExceptionHandler] = dict.fromkeys(_ERRORS, _refused)
         every = [Route("/", _page), *self._routes()]
         return Starlette(
             routes=every, lifespan=lifespan, middleware=[host_guard(self.settings.host)], exception_handlers=answers
@@ -98,7 +109,9 @@ class Api(Catalog):
         on = ("proto_write_fwdbwd", "fwd_via_fwdbwd")
         flags = {"fwdbwd_max_chunk_bytes_count": part, **dict.fromkeys(off, False), **dict.fromkeys(on, True)}
         one = "training_runs/{run}/checkpoints/{kind}/{name}"
-        posted: list[tuple[str, Any, Any]] = [  # a handler, or its one answer; the request's type, None: the handler's
+        posted: list[
+            tuple[str, _Handler | dict[str, Any], type[BaseModel] | None]
+        ] = [  # a handler, or its one answer; the request's type, None: the handler's
             ("client/config", flags, None),
             ("client/dynamic_config", {"sample_cancel_enabled": True}, None),
             ("telemetry", {"status": "accepted"}, None),
@@ -119,7 +132,7 @@ class Api(Catalog):
             ("retrieve_future", self.retrieve, types.FutureRetrieveRequest),
             ("cancel_future", self.cancel, types.FutureRetrieveRequest),
         ]
-        others = [
+        others: list[tuple[str, str, _Handler]] = [
             ("GET", "healthz", self.health),
             ("GET", "get_server_capabilities", self.capabilities),
             ("GET", "samplers/{sampler}", self.sampler),
@@ -140,11 +153,13 @@ class Api(Catalog):
             Route(f"/api/v1/{path}", self._guarded(handler, kind), methods=[way]) for way, path, handler, kind in table
         ]
 
-    def _guarded(self, handler: Any, kind: Any) -> Any:
+    def _guarded(
+        self, handler: _Handler | dict[str, Any], kind: type[BaseModel] | None
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
             refusal = self._check_head(request)
             try:
-                async with self.bodies.read(request, request.state.key, refusal) as request.state.body:
+                async with self.bodies.read(request, key_of(request), refusal) as request.state.body:
                     asked = kind.model_validate(json_of(request)) if kind else None
                     answer = await handler(request, asked) if callable(handler) else handler
                     return answer if isinstance(answer, Response) else _json(answer)
@@ -197,12 +212,12 @@ class Api(Catalog):
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
-    async def create_session(self, request: Request, asked: Any) -> object:
+    async def create_session(self, request: Request, asked: types.CreateSessionRequest) -> object:
         session = str(uuid.uuid4())
-        self.journal.put("session", session, request.state.key, asked.model_dump(mode="json"))
+        self.journal.put("session", session, key_of(request), asked.model_dump(mode="json"))
         return {"session_id": session, "type": "create_session"}
 
-    async def heartbeat(self, request: Request, asked: Any) -> object:
+    async def heartbeat(self, request: Request, asked: types.SessionHeartbeatRequest) -> object:
         facts = self.journal.get("session", asked.session_id) if self.is_own(request, asked.session_id) else None
         if facts is None or facts.get("finished"):
             raise HTTPException(410, f"session {asked.session_id} has ended or is unknown.")
@@ -213,7 +228,7 @@ class Api(Catalog):
         """A client that ends; its runs stay."""
         session = request.path_params["session"]
         facts = self.facts(request, "session", session)
-        self.journal.put("session", session, request.state.key, {**facts, "finished": True})
+        self.journal.put("session", session, key_of(request), {**facts, "finished": True})
         return Response(status_code=204)
 
     async def health(self, *_: object) -> object:
@@ -231,13 +246,13 @@ class Api(Catalog):
         if name is not None and name not in self.settings.names:
             raise DataError(f"base_model={name!r} is not served here; this server has {self.settings.names}.")
 
-    def _check_optimizer(self, config: Any) -> None:
+    def _check_optimizer(self, config: types.OptimizerConfig | None) -> None:
         if config is not None and config.type != "adamw":
             raise DataError(f"optimizer {config.type!r} is not implemented; use adamw.")
 
     # -- models -------------------------------------------------------------------------------------------------------
 
-    async def create_model(self, request: Request, asked: Any) -> object:
+    async def create_model(self, request: Request, asked: types.CreateModelRequest) -> object:
         """A run, with new adapters (or a copy of all weights)."""
         self._check_optimizer(asked.optimizer_config)
         shape, lora, most = Shape(0), asked.lora_config, self.settings.max_rank
@@ -248,7 +263,7 @@ class Api(Catalog):
         given = None if lora is None else lora.seed
         return await self._new_run(request, asked, {"shape": asdict(shape), "seed": given, "path": None})
 
-    async def load_weights(self, request: Request, asked: Any) -> object:
+    async def load_weights(self, request: Request, asked: types.LoadWeightsRequest) -> object:
         """Into a model, or into a new run."""
         if asked.weights_access_token is not None:
             raise DataError("weights_access_token: this server has no other accounts.")
@@ -256,12 +271,16 @@ class Api(Catalog):
         if asked.model_id is not None:
             return await self.change(request, asked)
         place = CheckpointName.parsed(asked.path)
-        shape = self.store.shape(place, request.state.key)
+        shape = self.store.shape(place, key_of(request))
         facts = {"shape": asdict(shape), "seed": 0, "path": str(place), "optimizer": asked.optimizer}
         return await self._new_run(request, asked, facts)
 
-    async def _new_run(self, request: Request, asked: Any, facts: dict[str, Any]) -> object:
+    async def _new_run(
+        self, request: Request, asked: types.CreateModelRequest | types.LoadWeightsRequest, facts: dict[str, Any]
+    ) -> object:
         self._check_base(asked.base_model)
+        if asked.session_id is None:
+            raise DataError("session_id is missing; create_session gives one.")
         self.facts(request, "session", asked.session_id)
         if asked.model_seq_id is None or not 0 <= asked.model_seq_id < MAX_RUNS:
             raise DataError(f"model_seq_id must be 0 to {MAX_RUNS - 1}.")
@@ -272,7 +291,7 @@ class Api(Catalog):
             self.journal.put("model", name, asked.session_id, facts)
         return await self._submit(name, 0, "create", asked.model_dump_json().encode())
 
-    async def get_info(self, request: Request, asked: Any) -> object:
+    async def get_info(self, request: Request, asked: types.GetInfoRequest) -> object:
         facts, folder = self.facts(request, "model", asked.model_id), self.store.runs.parent / "tokenizer"
         shape = Shape(**facts["shape"])
         tokenizer = str(folder.resolve()) if folder.is_dir() else None  # the SDK on this machine loads it from there
@@ -282,35 +301,39 @@ class Api(Catalog):
         return {"type": "get_info", **named, **lora_facts(shape)}
 
     async def weights_info(self, request: Request, _: object) -> object:
-        shape = self.store.shape(CheckpointName.parsed(json_of(request).get("tinker_path")), request.state.key)
+        shape = self.store.shape(CheckpointName.parsed(json_of(request).get("tinker_path")), key_of(request))
         kinds = {"train_mlp": shape.mlp, "train_attn": shape.attn, "train_unembed": shape.unembed}
         return {"base_model": self.store.base_name, **lora_facts(shape), **kinds}
 
-    async def change(self, request: Request, asked: Any) -> object:
+    async def change(self, request: Request, asked: _Change | None) -> object:
         """A request that names a model and its sequence number. Calls, forward or forward_backward, are in protobuf."""
         kind = request.url.path.rpartition("/")[2]
         if asked is None:
-            asked, body = read_call(request.state.body), request.state.body
-            kind = "forward" if asked.forward_only else kind
+            call, body = read_call(body_of(request)), body_of(request)
+            kind = "forward" if call.forward_only else kind
+            model: str | None = call.model_id
+            seq: int | None = call.seq_id
         else:
-            body = asked.model_dump_json().encode()  # with the defaults
-        self.facts(request, "model", asked.model_id)
-        return await self._submit(asked.model_id, asked.seq_id, kind, body, _patience(request, kind))
+            body, model, seq = asked.model_dump_json().encode(), asked.model_id, asked.seq_id  # with the defaults
+        if model is None:
+            raise DataError("model_id is missing; create_model gives one.")
+        self.facts(request, "model", model)
+        return await self._submit(model, seq, kind, body, _patience(request, kind))
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    async def create_sampling_session(self, request: Request, asked: Any) -> object:
+    async def create_sampling_session(self, request: Request, asked: types.CreateSamplingSessionRequest) -> object:
         """Weights to sample from: a checkpoint's, or the base model's."""
         self.facts(request, "session", asked.session_id)
         self._check_base(asked.base_model)
         name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         if asked.model_path is not None:
-            self.store.facts(CheckpointName.parsed(asked.model_path), request.state.key)
+            self.store.facts(CheckpointName.parsed(asked.model_path), key_of(request))
         facts = {"base_model": self.store.base_name, "model_path": asked.model_path}
         self.journal.put("sampler", name, asked.session_id, facts)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
-    async def sample(self, request: Request, asked: Any) -> object:
+    async def sample(self, request: Request, asked: types.SampleRequest) -> object:
         if not 1 <= asked.num_samples <= self.settings.max_queue:
             raise DataError(f"num_samples={asked.num_samples} must be 1 to {self.settings.max_queue}.")
         if asked.record_stability_info and self.settings.stable_reinforce == "refused":
@@ -320,17 +343,17 @@ class Api(Catalog):
         if asked.sampling_session_id is None:
             raise DataError("sampling_session_id is missing; create_sampling_session gives one.")
         self.facts(request, "sampler", asked.sampling_session_id)
-        promised = await self._submit(asked.sampling_session_id, asked.seq_id, "sample", request.state.body)
+        promised = await self._submit(asked.sampling_session_id, asked.seq_id, "sample", body_of(request))
         names = [f"{promised['request_id']}:{index}" for index in range(asked.num_samples)]
         return {**promised, "sample_sequence_ids": names}
 
-    async def cancel(self, request: Request, asked: Any) -> object:
+    async def cancel(self, request: Request, asked: types.FutureRetrieveRequest) -> object:
         """Ends a sampling request."""
         if self.is_own(request, asked.request_id):
             await run_in_threadpool(self.worker.cancel, asked.request_id)
         return Response(status_code=204)
 
-    async def retrieve(self, request: Request, asked: Any) -> object:
+    async def retrieve(self, request: Request, asked: types.FutureRetrieveRequest) -> object:
         """An answer, or 408 after `WAIT_SECONDS`: ask again."""
         name, ends = asked.request_id, time.monotonic() + WAIT_SECONDS
         while True:
@@ -371,7 +394,7 @@ def _said(error: Exception) -> tuple[int, str]:
     return status, " ".join(text.split()) or type(error).__name__
 
 
-def _given(error: Any) -> str:
+def _given(error: ErrorDetails) -> str:
     if error["type"] == "missing":
         return ""
     return f", not {error['input']!r:.100}" if error["input"] is not None else ", not null, nor NaN, which is sent so"
@@ -386,14 +409,18 @@ def _patience(request: Request, kind: str) -> float:
     return 5.0 if kind in CALLS else 0.0
 
 
-def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content, default=BaseModel.model_dump), status, headers, JSON)
 
 
 # -- a server ---------------------------------------------------------------------------------------------------------
 
 
-def make_app(settings: ServeSettings, model: Any = None, tokenizer: Any = None) -> Starlette:
+def make_app(
+    settings: ServeSettings,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+) -> Starlette:
     """The application over the settings' folder, which no other server may hold. model, tokenizer: in place of those
     that the settings name.
 

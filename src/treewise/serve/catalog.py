@@ -26,7 +26,7 @@ from treewise.serve.worker import Worker
 
 class Catalog:
     """Handlers of requests that change no model. Each is given the request (its second argument is for others, whose
-    requests have a type), and returns what is sent as JSON, or a response. `request.state.key` is the digest of the key
+    requests have a type), and returns what is sent as JSON, or a response. `key_of(request)` is the digest of the key
     that asks.
     """
 
@@ -37,17 +37,17 @@ class Catalog:
 
     def is_own(self, request: Request, name: str) -> bool:
         """Whether a session, or what its id begins, belongs to the key that asks."""
-        return bool(request.state.key == self.journal.key_of(name))
+        return bool(key_of(request) == self.journal.key_of(name))
 
     def facts(self, request: Request, kind: str, name: str) -> dict[str, Any]:
         """What the journal holds of a session, model or sampler of the key that asks. Raises `HTTPException`: 404."""
-        facts = self.journal.get(kind, name) if self.is_own(request, name) else None
+        facts: dict[str, Any] | None = self.journal.get(kind, name) if self.is_own(request, name) else None
         if facts is None:
             raise HTTPException(404, f"no {kind} {name}.")
         return facts
 
     async def sessions(self, request: Request, _: object) -> object:
-        return {"sessions": _page(request, self.journal.names("session", request.state.key))[0]}
+        return {"sessions": _page(request, self.journal.names("session", key_of(request)))[0]}
 
     async def session(self, request: Request, _: object) -> object:
         name = request.path_params["session"]
@@ -65,7 +65,7 @@ class Catalog:
         return {"sampler_id": name, "base_model": facts["base_model"], "model_path": facts["model_path"]}
 
     async def training_runs(self, request: Request, _: object) -> object:
-        names, cursor = _page(request, self.journal.names_of("model", request.state.key))
+        names, cursor = _page(request, self.journal.names_of("model", key_of(request)))
         return {"training_runs": [self._run_of(request, name) for name in names], "cursor": cursor}
 
     async def training_run(self, request: Request, _: object) -> object:
@@ -91,7 +91,7 @@ class Catalog:
         return {"checkpoints": [_checkpoint(*item) for item in places.items()]}
 
     async def checkpoints(self, request: Request, _: object) -> object:
-        runs = self.journal.names_of("model", request.state.key)
+        runs = self.journal.names_of("model", key_of(request))
         found = [item for run in runs for item in self.store.places(run).items()]
         items, cursor = _page(request, sorted(found, key=lambda item: item[1]["time"]), 100)
         return {"checkpoints": [_checkpoint(*item) for item in items], "cursor": cursor}
@@ -99,7 +99,7 @@ class Catalog:
     def _place(self, request: Request) -> tuple[CheckpointName, dict[str, Any]]:
         """The checkpoint that a path names, and what is written down with it. Raises `NoCheckpointError`."""
         place = _place(request)
-        return place, self.store.facts(place, request.state.key)
+        return place, self.store.facts(place, key_of(request))
 
     async def delete(self, request: Request, _: object) -> object:
         await run_in_threadpool(self.store.delete, self._place(request)[0])
@@ -140,7 +140,7 @@ class Catalog:
 
     async def status(self, request: Request, _: object) -> object:
         """What the page shows: of the key that asks, and how busy the server is."""
-        worker, key = self.worker, request.state.key
+        worker, key = self.worker, key_of(request)
         names, (kind, owner) = self.journal.names_of("model", key)[:50], worker.now
         seen = [session for session, heard in self.beats.items() if time.time() - heard < 60]
         return {
@@ -159,9 +159,21 @@ class Catalog:
         }
 
 
+def key_of(request: Request) -> str:
+    """The digest of the key that asks."""
+    key: str = request.state.key
+    return key
+
+
+def body_of(request: Request) -> bytes:
+    """What was sent with a request, once it has come."""
+    body: bytes = request.state.body
+    return body
+
+
 def json_of(request: Request) -> dict[str, Any]:
     """The body that came with a request. Raises `DataError`."""
-    found = orjson.loads(request.state.body or b"{}")
+    found = orjson.loads(body_of(request) or b"{}")
     if not isinstance(found, dict):
         raise DataError("the body is not a JSON object.")
     return found

@@ -4,9 +4,10 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from tinker import types
+from tinker.types._pydantic_types.tensor_data import TensorData as SentTensor
 
 from treewise.errors import DataError
 from treewise.rl.samplers.prompt_scores import PromptRequest, prompt_scores
@@ -20,12 +21,14 @@ from treewise.serve.wire import check_cells, check_ids, dense, read_prompt, samp
 class Sampling:
     """A checked request. asked: of the SDK's type. prompt: the log-probs of the prompt that are wanted; None: none."""
 
-    asked: Any
+    asked: types.SampleRequest
     rules: SampleRequest
     prompt: PromptRequest | None
 
 
-def read_request(asked: Any, name: str, model: ServedModel, is_cancelled: Callable[[], bool] = bool) -> Sampling:
+def read_request(
+    asked: types.SampleRequest, name: str, model: ServedModel, is_cancelled: Callable[[], bool] = bool
+) -> Sampling:
     """Checks a request of the SDK's type `SampleRequest`. name: of the request, from which its seed follows where it
     has none. Raises `DataError`."""
     ids, images = read_prompt(asked.prompt.chunks, model, "prompt")
@@ -68,7 +71,9 @@ def read_request(asked: Any, name: str, model: ServedModel, is_cancelled: Callab
     return Sampling(asked, rules, scored)
 
 
-def _stops(stop: Any, model: ServedModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _stops(
+    stop: str | Sequence[str] | Sequence[int] | None, model: ServedModel
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     if stop is None:
         return model.stop_ids, ()
     items = [stop] if isinstance(stop, str) else list(stop)
@@ -82,7 +87,7 @@ def _stops(stop: Any, model: ServedModel) -> tuple[tuple[int, ...], tuple[str, .
     return ids, texts
 
 
-def _targets(given: Any, length: int, vocabulary: int) -> np.ndarray:
+def _targets(given: SentTensor | None, length: int, vocabulary: int) -> np.ndarray:
     """[length - 1, K] int64, the tokens whose log-probs are asked for; -1 where there is none."""
     if given is None:
         return np.zeros((length - 1, 0), dtype=np.int64)

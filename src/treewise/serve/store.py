@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from treewise.base.weight_files import MANIFEST
 from treewise.errors import DataError
+from treewise.nn.wrapped import is_peft
 from treewise.rl.samplers.server_weights import save_adapter
 from treewise.serve.adapter_slots import OwnedWeights, Shape
 from treewise.serve.journal import RequestJournal
@@ -212,8 +213,10 @@ class Store:
         with store.explained(aside, size * (3 if with_optimizer else 1)), self.model.using(weights):
             store.new_folder(folder, step)
             if weights.shape.rank:
-                self.model.model.peft_config[weights.shape.name].base_model_name_or_path = self.base_name
-                save_adapter(self.model.model, aside)
+                adapted = self.model.model
+                assert is_peft(adapted), "adapters are in the model whose weights they are"
+                adapted.peft_config[weights.shape.name].base_model_name_or_path = self.base_name
+                save_adapter(adapted, aside)
             else:
                 self.model.base.save_pretrained(aside)
                 if self.model.tokenizer is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tinker import types
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from treewise.base import features
 from treewise.data.render.piece_tokenizer import Encoder
@@ -23,11 +24,12 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, DataError, NonFiniteError, UnsupportedModelError
 from treewise.models.load_model import load_processor, load_weights
 from treewise.nn.adapters import adapter_folder
-from treewise.nn.device import chosen_device
+from treewise.nn.device import chosen_device, on_device
 from treewise.nn.gradients import gradients_set_aside
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import num_positions
 from treewise.nn.vision import image_token_of
+from treewise.nn.wrapped import num_embeddings
 from treewise.rl.recorder import end_ids
 from treewise.rl.samplers import Sampler, sampler_named
 from treewise.rl.samplers.by_name import entry_of
@@ -51,7 +53,12 @@ class ServedModel:
     model, tokenizer: in place of those that the settings name; the processor of a model that takes images.
     """
 
-    def __init__(self, settings: ServeSettings, model: Any = None, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        settings: ServeSettings,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    ) -> None:
         if model is None:
             if adapter_folder(settings.model) is not None:
                 raise ConfigError(
@@ -62,10 +69,10 @@ class ServedModel:
             tokenizer = load_processor(settings.model, None, required=False)
         device = chosen_device(None if settings.device == "auto" else settings.device)
         self.settings, self.processor, self.tokenizer = settings, tokenizer, getattr(tokenizer, "tokenizer", tokenizer)
-        self.base = model.to(device).eval()
+        self.base = on_device(model, device).eval()
         self.slots = Slots(self.base, trains_all=settings.train == "full")
         self.new_weights, self.using = self.slots.new_weights, self.slots.using
-        self.vocabulary = int(self.base.get_input_embeddings().weight.shape[0])
+        self.vocabulary = num_embeddings(self.base)
         self.image_token = image_token_of(self.base.config)
         self.max_length = num_positions(self.base.config)
         self._routers = self._new_routers()
@@ -84,7 +91,7 @@ class ServedModel:
         self._gives_adapters = is_on_servers and ways["weights"] == "adapter"
 
     @property
-    def model(self) -> Any:
+    def model(self) -> nn.Module:
         """The base model, from the first adapter on within PEFT's."""
         return self.slots.model
 

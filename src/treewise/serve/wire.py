@@ -10,7 +10,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from tinker.proto import tinker_public_pb2 as pb
-from tinker.types import TensorData
+from tinker.types import SampleRequest, TensorData
+from tinker.types._pydantic_types.tensor_data import TensorData as SentTensor
 
 from treewise.base import features
 from treewise.base.http.bodies import KEPT_ENDS
@@ -50,7 +51,7 @@ def named_in(body: bytes) -> tuple[str, int] | None:
     return (model[1].decode(), int(seq[1])) if model and seq else None
 
 
-def read_call(body: bytes) -> Any:
+def read_call(body: bytes) -> pb.ForwardBackwardRequest:
     """A request for forward (`forward_only`) or forward_backward in protobuf. Raises `DataError` where it is
     none."""
     message = pb.ForwardBackwardRequest()
@@ -131,7 +132,7 @@ def read_prompt(chunks: Sequence[Any], model: ServedModel, location: str) -> tup
     return np.concatenate(parts), tuple(images)
 
 
-def _tensor(message: Any, location: str) -> np.ndarray:
+def _tensor(message: pb.Tensor, location: str) -> np.ndarray:
     """Dense, [T] or [T, K]; what a sparse tensor does not list is 0. Raises `ValueError`."""
     if message.dtype not in _DTYPES:
         raise DataError(f"{location}: a tensor of dtype {message.dtype} is not taken.")
@@ -142,7 +143,7 @@ def _tensor(message: Any, location: str) -> np.ndarray:
     return dense(TensorData(np.frombuffer(csr.values, dtype), name, shape, ends, columns), location)
 
 
-def dense(tensor: TensorData, location: str, fill: int = 0) -> np.ndarray:
+def dense(tensor: TensorData | SentTensor, location: str, fill: int = 0) -> np.ndarray:
     """What a sparse tensor does not list is `fill`. Raises `DataError` for indices that do not fit its shape."""
     try:
         return tensor.to_numpy(fill)
@@ -183,7 +184,7 @@ def call_answer(loss: RowsLoss, low: int, high: int, facts: Mapping[str, float])
     return message.SerializeToString()
 
 
-def sample_answer(asked: Any, completions: Sequence[Completion], scores: Mapping[str, np.ndarray]) -> bytes:
+def sample_answer(asked: SampleRequest, completions: Sequence[Completion], scores: Mapping[str, np.ndarray]) -> bytes:
     """Of a sampling request of the SDK's type. scores: of `prompt_scores`, where any were asked for."""
     message = pb.SampleResponse()
     for completion in completions:
@@ -206,14 +207,14 @@ def sample_answer(asked: Any, completions: Sequence[Completion], scores: Mapping
     return message.SerializeToString()
 
 
-def _write_top(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
+def _write_top(message: pb.TopkLogprobs, ids: np.ndarray, logprobs: np.ndarray) -> None:
     is_there = np.isfinite(logprobs)
     message.length, message.k = ids.shape
     message.token_ids = np.where(is_there, ids, 0).astype(np.int32).tobytes()
     message.logprobs = np.where(is_there, logprobs, _MASK_LOGPROB).astype(np.float32).tobytes()
 
 
-def _write_tensor(message: Any, array: np.ndarray) -> None:
+def _write_tensor(message: pb.Tensor, array: np.ndarray) -> None:
     """array: int64 or float32."""
     message.dtype = pb.DTYPE_INT64 if array.dtype == np.int64 else pb.DTYPE_FLOAT32
     message.shape.extend(array.shape)

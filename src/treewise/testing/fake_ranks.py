@@ -249,15 +249,17 @@ def _first(rank: int, step: int, size: int) -> int:
 
 # -- in the child -----------------------------------------------------------------------------------------------------
 
-_given: Any = None  # what all ranks have, from before the fork
+Given = tuple[PlacedStep, Path, "_Others", Callable[[int], AbstractContextManager[Any]]]
+_given: Given | None = None
 
 
-def _begin(given: Any) -> None:
+def _begin(given: Given) -> None:
     global _given
     _given = given
 
 
 def _walk_one(rank: int) -> WalkedRank:
+    assert _given is not None, "set before the fork"
     step, folder, others, around = _given
     torch.set_num_threads(1)
     with _as_rank(rank, step.num_ranks), others.answering(rank), _without_numbers(), around(rank):

@@ -6,16 +6,19 @@ that says what to do, and does not fail a run whose model is saved.
 """
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 from huggingface_hub import CommitInfo
 
 from treewise.nn.platform.releases import hub_api
 
+if TYPE_CHECKING:
+    from treewise.trainer.trainer import TreeTrainer
+
 logger = logging.getLogger("treewise")
 
 
-def upload_at_the_end(trainer: Any) -> CommitInfo | None:
+def upload_at_the_end(trainer: "TreeTrainer") -> CommitInfo | None:
     """Uploads the model that a trainer has saved; its commit. None where that failed, which is a warning."""
     try:
         return upload(trainer, "Model save")
@@ -29,7 +32,7 @@ def upload_at_the_end(trainer: Any) -> CommitInfo | None:
         return None
 
 
-def upload(trainer: Any, message: str, **card: object) -> CommitInfo | None:
+def upload(trainer: "TreeTrainer", message: str, **card: object) -> CommitInfo | None:
     """Uploads the files of the model that a trainer has saved (`model_files`); its commit. card: of
     `create_model_card`."""
     if not trainer.is_world_process_zero():

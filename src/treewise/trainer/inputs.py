@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from treewise.base import features
 from treewise.data.raw import is_raw_data
@@ -79,13 +79,16 @@ def check_given(model: object, model_init: object, dataset: object, objective: o
         )
 
 
-def loaded(model: object, processor: object, dataset: object, peft_config: object, seed: int) -> tuple[Any, Any]:
+def loaded(
+    model: nn.Module | str | Path | None, processor: object, dataset: object, peft_config: object, seed: int
+) -> tuple[nn.Module | None, object]:
     """Model and tokenizer, loaded where they are given by name, and the model with new adapters where asked for."""
     if isinstance(processor, str | Path):
         processor = features.load_model.load_processor(str(processor))
     is_named = isinstance(model, str | Path)
     name = str(model) if is_named else getattr(getattr(model, "config", None), "_name_or_path", "")
-    model = features.load_model.load_weights(name) if is_named else model
+    if isinstance(model, str | Path):
+        model = features.load_model.load_weights(name)
     if processor is None and (is_named or (is_raw_data(dataset) and Path(name or "absent").is_dir())):
         processor = features.load_model.load_processor(name, required=False)
     if peft_config is not None:
@@ -98,7 +101,7 @@ def loaded(model: object, processor: object, dataset: object, peft_config: objec
     return model, processor
 
 
-def check_mesh(model: PreTrainedModel | None, args: TreeTrainingArguments) -> None:
+def check_mesh(model: nn.Module | None, args: TreeTrainingArguments) -> None:
     """Raises `ConfigError` where the settings name another mesh than the one that the model was loaded on."""
     if model is None:
         return

@@ -8,7 +8,7 @@ walks of a batch.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from treewise.objectives.protocol import Objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest
 
+if TYPE_CHECKING:
+    from treewise.distributed.context import ContextGroup
+
 
 class ManyRanks:
     """The processes of a run, as one of them sees it. Every rank calls each method."""
@@ -35,7 +38,7 @@ class ManyRanks:
         self._model, self._args = model, args
         self._ends: Ends | None = None  # of a sharded model
         self.mesh = mesh_of(model)
-        self.context: Any = None
+        self.context: ContextGroup | None = None
         if args.context_size > 1:
             self.context = features.context.context_group(args.context_size, args.device.type)
         self.is_in_lockstep = False

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from treewise.base.progress import busy_with
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
+from treewise.nn.device import on_device
 from treewise.objectives import DPO, KTO, Objective, with_mismatched
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.survey import survey
@@ -38,8 +40,8 @@ class ScoredTrees(list[list[Trajectory]]):
 def with_references(
     dataset: Any,
     objective: Objective | None,
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
+    model: nn.Module,
+    reference: nn.Module | None,
     args: TreeTrainingArguments,
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
 ) -> object:
@@ -60,7 +62,11 @@ def with_references(
 
     def engine() -> TreeEngine:
         return TreeEngine(
-            scorer.to(args.device), args.max_tokens, args.attention, temperature=args.temperature, processor=processor
+            on_device(scorer, args.device),
+            args.max_tokens,
+            args.attention,
+            temperature=args.temperature,
+            processor=processor,
         )
 
     whole = compared(trees, objective, engine, int(args.per_device_train_batch_size))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treewise.base import features
@@ -27,7 +27,7 @@ from treewise.distributed.divided_tensors import local_part
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, bytes_as_text
 from treewise.nn.platform.memory import free_bytes
-from treewise.nn.wrapped import is_peft, unwrap_model
+from treewise.nn.wrapped import base_model, is_peft, num_embeddings, unwrap_model
 from treewise.tree.trajectory import Trajectory
 
 _MOST_ROWS, _MOST_TOKENS = 2, 512
@@ -76,7 +76,7 @@ def _short_texts(rows: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def _compared(
-    folder: Path, model: Any, rows: list[Trajectory], trained: list[np.ndarray], engine: TreeEngine
+    folder: Path, model: nn.Module, rows: list[Trajectory], trained: list[np.ndarray], engine: TreeEngine
 ) -> dict[str, Any]:
     """line: of what was found. error: of what is wrong, or None. names_worst: whether a parameter may be named."""
     skipped = _why_not(model, rows)
@@ -111,7 +111,7 @@ def _compared(
     return {"line": f"{folder}: read back by {by}, {how} (rounding: {allowed:.1e})", "error": None}
 
 
-def _why_not(model: Any, rows: list[Trajectory]) -> str:
+def _why_not(model: nn.Module, rows: list[Trajectory]) -> str:
     """Why a model is not read back; empty where it is."""
     if not rows:
         return "the first tree has no row of text"
@@ -124,37 +124,38 @@ def _why_not(model: Any, rows: list[Trajectory]) -> str:
     return ""
 
 
-def _read(folder: Path, model: Any) -> tuple[Any, list[str]]:
+def _read(folder: Path, model: nn.Module) -> tuple[PreTrainedModel | str, list[str]]:
     """The model of a folder as its user reads it, and what it lacks; in place of the model why it was not read."""
-    base = model.get_base_model() if is_peft(model) else model
-    kind: Any = AutoModelForCausalLM if type(base.config) in MODEL_FOR_CAUSAL_LM_MAPPING else type(base)
+    base = base_model(model)
+    is_causal = type(base.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    read: Callable[..., Any] = (AutoModelForCausalLM if is_causal else type(base)).from_pretrained
     with _without_bars(), torch.random.fork_rng(devices=[]):  # new modules are drawn before their weights are read
         if not is_peft(model):
-            saved, info = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
+            saved, info = read(folder, dtype="auto", output_loading_info=True)
             return saved.eval(), sorted(info["missing_keys"])
         below = model.peft_config[model.active_adapter].base_model_name_or_path
         if not below:
             return "its base model has no name", []
         try:
-            whole = kind.from_pretrained(below, dtype=base.dtype, local_files_only=True)
+            whole: PreTrainedModel = read(below, dtype=base.dtype, local_files_only=True)
         except OSError:
             return f"its base model {below} is not on this machine", []
         from peft import PeftModel
 
         # Adapters that hold a larger table are loaded on a base that was resized first, by PEFT's rule.
-        num_tokens = base.get_input_embeddings().weight.shape[0]
-        if whole.get_input_embeddings().weight.shape[0] != num_tokens:
+        num_tokens = num_embeddings(base)
+        if num_embeddings(whole) != num_tokens:
             whole.resize_token_embeddings(num_tokens, mean_resizing=False)
         return PeftModel.from_pretrained(whole, folder).eval(), []
 
 
 @torch.no_grad()
-def _logprobs(model: Any, rows: list[Trajectory], temperature: float) -> list[np.ndarray]:
+def _logprobs(model: nn.Module, rows: list[Trajectory], temperature: float) -> list[np.ndarray]:
     """Of every token but the first, by the model's own forward."""
     found = []
     for row in rows:
         ids = torch.tensor(row.token_ids, dtype=torch.long)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         chosen = logits.gather(1, ids[1:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
         found.append(chosen.double().numpy())
@@ -224,9 +225,10 @@ def _furthest(saved: nn.Module, held: Mapping[str, Tensor]) -> tuple[str | None,
     return name, worst
 
 
-def _worst(folder: Path, model: Any, held: Mapping[str, Tensor]) -> str:
+def _worst(folder: Path, model: nn.Module, held: Mapping[str, Tensor]) -> str:
     """The same as a sentence."""
     saved, _ = _read(folder, model)
+    assert not isinstance(saved, str), "it was read before"
     name, off = _furthest(saved, held)
     if name is None:
         return " Every parameter is the same, so a setting of its configuration is another one."
@@ -253,7 +255,8 @@ def _on_first_rank(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """
     if ranks.count() == 1:
         return work()
-    world: Any = distributed.group.WORLD
+    world = distributed.group.WORLD
+    assert world is not None, "several processes form a group"
     store, key = world.get_group_store(), f"treewise/saved/{next(_CALLS)}"
     if ranks.own() == 0:
         try:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import PreparedBatch
 from treewise.trainer.metrics import MetricMeans
 from treewise.tree.forest import Forest
+
+if TYPE_CHECKING:
+    from treewise.trainer.many_ranks import ManyRanks
 
 logger = logging.getLogger("treewise")
 
@@ -101,7 +104,7 @@ class StepRunner:
             ]
             more = sum(each.numel() * (torch.float32.itemsize - each.element_size()) for each in sums)
             logger.info("float32_gradients: %s more, of %s", bytes_as_text(more), num(len(sums), "parameter"))
-        self.ranks: Any = None
+        self.ranks: ManyRanks | None = None
         if args.world_size > 1 or args.sharded or mesh_of(model) is not None:
             self.ranks = features.many_ranks.ManyRanks(model, args)
         self._is_alone = self.ranks is None or ranks.count() == 1
@@ -162,7 +165,7 @@ class StepRunner:
         """All ranks measure at the same time; one process alone measures with its first batch. first_tree: what they
         measure with, the same on all; None: that of the run.
         """
-        if not self._is_alone and not self.engine.budget.is_measured:
+        if self.ranks is not None and not self._is_alone and not self.engine.budget.is_measured:
             with self._autocast():
                 self.engine.plan((first_tree or self._first_tree)())
             self.ranks.take_least_budget(self.engine)
@@ -185,7 +188,8 @@ class StepRunner:
             features.recomputation.recompute_as_set(
                 self.engine, first, self.objective, self.args, reserve_bytes=self._reserve_bytes
             )
-        if not self._is_alone and self.engine.budget.setting == AUTO and self.engine.budget.is_measured:
+        is_measured = self.engine.budget.setting == AUTO and self.engine.budget.is_measured
+        if self.ranks is not None and not self._is_alone and is_measured:
             self.ranks.take_least_budget(self.engine)
 
     # -- a step -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
+from torch import nn
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -101,7 +102,7 @@ class TreeTrainer(Trainer):
 
     def __init__(
         self,
-        model: PreTrainedModel | str | Path | None = None,
+        model: nn.Module | str | Path | None = None,
         args: TreeTrainingArguments | None = None,
         *,
         train_dataset: object = None,

@@ -21,6 +21,7 @@ from treewise.nn.attention import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 DEFAULT_MODEL = {"cpu": "qwen3-17m", "cuda": "qwen3-0.6b"}
 
@@ -129,16 +130,17 @@ def _settings(args: argparse.Namespace, max_seconds: float) -> bench.Settings:
     )
 
 
-def _model(name: str, gguf_file: str | None, dtype: "torch.dtype", device: "torch.device") -> "torch.nn.Module":
+def _model(name: str, gguf_file: str | None, dtype: "torch.dtype", device: "torch.device") -> "PreTrainedModel":
     if name in bench.SHAPES:
         return bench.random_model(name, dtype, device)
+    from treewise.nn.device import on_device
     from treewise.nn.model_checks import zero_dropout
 
-    model: torch.nn.Module = load_weights(name, gguf_file, str(dtype).removeprefix("torch."))
+    model = load_weights(name, gguf_file, str(dtype).removeprefix("torch."))
     note = zero_dropout(model)
     if note is not None:
         print(f"{name}: {note}", file=sys.stderr)
-    return model.to(device).train()
+    return on_device(model, device).train()
 
 
 def _workloads(

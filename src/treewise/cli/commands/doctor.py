@@ -154,10 +154,10 @@ def _check_servers(args: argparse.Namespace) -> int:
     if not args.sampler:
         raise ConfigError("--model is whose weights a server should have; give --sampler, its address, too.")
     from treewise.models.load_model import load_weights
-    from treewise.nn.device import chosen_device
+    from treewise.nn.device import chosen_device, on_device
     from treewise.rl.samplers.server_check import check_server
 
-    model = None if args.model is None else load_weights(args.model).to(chosen_device(args.device))
+    model = None if args.model is None else on_device(load_weights(args.model), chosen_device(args.device))
     found = {url: check_server(url, model) for url in args.sampler}
     if args.json:
         print(json.dumps({url: [asdict(finding) for finding in findings] for url, findings in found.items()}, indent=1))

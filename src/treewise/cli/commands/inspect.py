@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _write_html(args: argparse.Namespace, rates: Rates, logged: RunReport | None) -> int:
     # Imported here: the terminal tables need neither templates nor plans.
+    from treewise.nn.wrapped import num_embeddings
     from treewise.report.html.build import build_data_report, twin
     from treewise.report.html.page import write_page
 
@@ -104,7 +105,7 @@ def _write_html(args: argparse.Namespace, rates: Rates, logged: RunReport | None
         tokenizer = data_tokenizer(args)
         data = load_data(args, tokenizer, progress=not args.json)
         if model is not None:
-            data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
+            data.check_vocabulary(num_embeddings(model))
         data_report = build_data_report(
             data,
             data.report,

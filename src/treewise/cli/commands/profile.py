@@ -54,13 +54,14 @@ def run(args: argparse.Namespace) -> int:
     from treewise.bench.contestants import plain_parts  # slow to import, as are all below
     from treewise.bench.flat import FlatRows, can_pack
     from treewise.engine.engine import TreeEngine
-    from treewise.nn.device import chosen_device
+    from treewise.nn.device import chosen_device, on_device
+    from treewise.nn.wrapped import num_embeddings
     from treewise.trainer.step import optimizer_bytes
 
     device = chosen_device(args.device)
-    model = _model(args, config).to(device).train()
+    model = on_device(_model(args, config), device).train()
     data = load_data(args, data_tokenizer(args), progress=False)
-    data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
+    data.check_vocabulary(num_embeddings(model))
     items = [item for tree in data for item in tree.flat_trajectories()][: args.limit or None]
     forest = Forest.from_trajectories(items)
     profiles: dict[str, Profile] = {}

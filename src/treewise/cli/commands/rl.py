@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> int:
     """Credits the recorded rollouts, computes their log-probs and trains on them; returns the exit code."""
     from treewise.cli.progress import EpochMeans, GapWarning
+    from treewise.nn.wrapped import num_embeddings
     from treewise.rl import checks as rl_checks
     from treewise.rl import update as rl_update  # slow to import
     from treewise.rl.tasks.rewards import MAX_FAILED
@@ -109,7 +110,7 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
     )
     arguments = _arguments(config, len(update.trees))
     model = training_run.load_model(config, arguments)
-    dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
+    dataset.check_vocabulary(num_embeddings(model))
     num_updates = num_optimizer_steps(arguments, len(update.trees))
     update = rl_update.with_streams(
         update,
@@ -229,11 +230,15 @@ def _scored(
 ) -> "Update":
     """The update with the log-probs of the policy and the reference."""
     from treewise.engine.engine import TreeEngine
+    from treewise.nn.device import on_device
     from treewise.rl.update import scored
 
     def engine(model: "PreTrainedModel") -> TreeEngine:
         return TreeEngine(
-            model.to(arguments.device), arguments.max_tokens, arguments.attention, temperature=arguments.temperature
+            on_device(model, arguments.device),
+            arguments.max_tokens,
+            arguments.attention,
+            temperature=arguments.temperature,
         )
 
     reference = reference_of(config)

@@ -30,9 +30,11 @@ def run(args: argparse.Namespace) -> int:
     config = training_run.with_template_date(args, config)
     train_data, eval_data, tokenizer = training_run.load_data(config, read_only=args.dry_run)
     model = training_run.load_model(config, arguments)
+    from treewise.nn.wrapped import num_embeddings  # slow to import
+
     for dataset in (train_data, *([] if eval_data is None else [eval_data])):
-        dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
-    from treewise.trainer.inputs import check_preferences  # slow to import
+        dataset.check_vocabulary(num_embeddings(model))
+    from treewise.trainer.inputs import check_preferences
     from treewise.trainer.references import with_references
     from treewise.trainer.run_summary import num_optimizer_steps
 

@@ -66,8 +66,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints the comparison; returns 1 where an error is beyond its limit."""
     config = apply_config(args, ("data", "model"), dtype="float32", attention="auto")
     check_numbers(args, limit=Ge(0))
-    from treewise.nn.device import chosen_device  # slow to import, as are all below
+    from treewise.nn.device import chosen_device, on_device  # slow to import, as are all below
     from treewise.nn.model_flops import flop_model
+    from treewise.nn.wrapped import num_embeddings
     from treewise.objectives.protocol import may_merge_trees
     from treewise.trainer.inputs import check_preferences
     from treewise.trainer.run_summary import num_optimizer_steps
@@ -79,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = _loaded(args, config, arguments)
     data = load_data(args, tokenizer, progress=not args.json)
     check_preferences(data, objective)
-    data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
-    model.to(device)
+    data.check_vocabulary(num_embeddings(model))
+    on_device(model, device)
     settings: dict[str, Any] = {} if arguments is None else _settings(arguments)
     forest, is_cut = _rows(data, objective, args, config)
     if may_merge_trees(objective) if arguments is None else arguments.merges_trees(objective):
@@ -151,7 +152,7 @@ def _objective(args: argparse.Namespace, config: RunConfig | None) -> "Objective
 
 def _loaded(
     args: argparse.Namespace, config: RunConfig | None, arguments: "TreeTrainingArguments | None"
-) -> tuple[Any, Any]:
+) -> tuple["PreTrainedModel", object]:
     """The model and its tokenizer or processor; with the run's adapters, whose noise shows what an identity hides."""
     if config is None or arguments is None:
         model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
@@ -215,12 +216,13 @@ def _engines(
 
     def make() -> tuple["TreeEngine", "TreeEngine | None"]:
         from treewise.engine.engine import TreeEngine
+        from treewise.nn.device import on_device
 
         reference = None if config is None else reference_of(config)
         temperature = settings.get("temperature", 1.0)
         own, other = (
             None if each is None else TreeEngine(each, args.max_tokens, args.attention, temperature=temperature)
-            for each in (model, reference if reference is None else reference.to(model.device))
+            for each in (model, reference if reference is None else on_device(reference, model.device))
         )
         assert own is not None
         return own, other

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -162,8 +162,10 @@ def table_columns(part: pa.Table) -> dict[str, list[Any]]:
     columns["streams"] = [
         {name: values[i] for name, values in streams.items() if values[i] is not None} for i in range(len(part))
     ]
+    sizes: Iterator[tuple[int, np.ndarray, int]]
     sizes = zip(columns["shared"], columns["token_ids"], columns.pop("num_routers"), strict=True)
-    for own, (shared, ids, num_routers) in zip(columns["streams"], sizes, strict=True):
+    made: list[dict[str, np.ndarray]] = columns["streams"]
+    for own, (shared, ids, num_routers) in zip(made, sizes, strict=True):
         for name in own.keys() & ROUTED:
             own[name] = own[name].reshape(shared + len(ids), num_routers, -1)
     return columns
@@ -172,14 +174,18 @@ def table_columns(part: pa.Table) -> dict[str, list[Any]]:
 def trajectories_of(columns: dict[str, list[Any]]) -> list[Trajectory]:
     """Trajectories of rows in order; each `shared` prefix comes from the row before."""
     result: list[Trajectory] = []
-    for i, ids in enumerate(columns["token_ids"]):
-        if shared := columns["shared"][i]:
+    own_ids: list[np.ndarray] = columns["token_ids"]
+    streams_of: list[dict[str, np.ndarray]] = columns["streams"]
+    shared_of: list[int] = columns["shared"]
+    for i, (ids, shared) in enumerate(zip(own_ids, shared_of, strict=True)):
+        if shared:
             ids = np.concatenate([result[-1].token_ids[:shared], ids])
-        streams = {
+        streams: dict[str, Any] = {
             name: values.reshape(len(ids), -1) if STREAMS[name].has_candidates else values
-            for name, values in columns["streams"][i].items()
+            for name, values in streams_of[i].items()
         }
-        if len(spans := columns["spans"][i]):
+        spans: list[int] = columns["spans"][i]
+        if len(spans):
             weights = streams["loss_weights"] = np.zeros(len(ids), dtype=np.float32)
             for start, end, weight in zip(spans[::2], spans[1::2], columns["span_weights"][i], strict=True):
                 weights[start:end] = weight
@@ -359,7 +365,7 @@ class RowStore:
         self._rows: list[Row] = []
         self._num_bytes = 0
         self._path: str | None = None
-        self._writer: Any = None
+        self._writer: pa.ipc.RecordBatchFileWriter | None = None
 
     @property
     def is_mapped(self) -> bool:
@@ -383,15 +389,16 @@ class RowStore:
             self._rows = []
             return table
         self._flush()
-        self._writer.close()
         assert self._path is not None
+        assert self._writer is not None
+        self._writer.close()
         table = pa.ipc.open_file(pa.memory_map(self._path)).read_all()
         trees = index_of_tree[table.column("tree").to_numpy()].astype(np.int32)
         return table.set_column(0, SCHEMA.field("tree"), pa.array(trees))
 
     def close(self) -> None:
         """Removes the file's name. What maps it goes on to see it."""
-        if self._path is not None:
+        if self._path is not None and self._writer is not None:
             self._writer.close()
             with contextlib.suppress(PermissionError):  # Windows keeps files that are mapped
                 Path(self._path).unlink(missing_ok=True)

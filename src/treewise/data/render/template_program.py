@@ -9,12 +9,15 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from functools import lru_cache
 from math import ceil
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
 
 MAX_CHARACTERS = 100_000_000  # of one conversation
 MAX_MESSAGE = 1000  # characters of an error, which a template may write, too
@@ -91,9 +94,10 @@ def _limit_time(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def rendered(template: Any, talk: list[dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
+def rendered(template: "Template", talk: list[dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
     """The text of a conversation; the characters in `{% generation %}` blocks; whether it holds the date."""
-    own = template.environment.written = Output(date.fromisoformat(request["date"]))
+    own = Output(date.fromisoformat(request["date"]))
+    setattr(template.environment, WRITTEN, own)
     pieces = []
     for piece in template.generate(messages=talk, tools=request["tools"], documents=None, **request["variables"]):
         own.num_characters += len(piece)
@@ -113,11 +117,20 @@ class Output:
     spans: list[tuple[int, int]] = field(default_factory=list)
 
 
+WRITTEN = "written"  # the attribute of an environment with the `Output` of the rendering at hand
+
+
+def _written(environment: "Environment") -> Output:
+    own: Output = getattr(environment, WRITTEN)
+    return own
+
+
 @lru_cache(maxsize=64)
-def compiled(text: str) -> Any:
+def compiled(text: str) -> "Template":
     """A template in the environment that transformers gives to chat templates."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, LoopControlExtension
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
@@ -125,19 +138,22 @@ def compiled(text: str) -> Any:
 
         tags = {"generation"}  # noqa: RUF012 - as Jinja reads it
 
-        def parse(self, parser: Any) -> nodes.Node:
+        def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
-        def mark(self, caller: Any) -> str:
-            inside: str = caller()
-            written = environment.written
+        def mark(self, caller: Callable[[], str]) -> str:
+            inside, written = caller(), _written(environment)
             written.spans.append((written.num_characters, written.num_characters + len(inside)))
             return inside
 
     def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -145,10 +161,11 @@ def compiled(text: str) -> Any:
         raise TemplateError(message)
 
     def strftime_now(form: str) -> str:
-        environment.written.is_dated = True
-        return str(environment.written.today.strftime(form))
+        written = _written(environment)
+        written.is_dated = True
+        return written.today.strftime(form)
 
-    environment: Any = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension]
     )
     environment.filters["tojson"] = tojson  # Jinja's own escapes HTML

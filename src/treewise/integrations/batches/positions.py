@@ -46,7 +46,7 @@ def _is_as_alone(lm: DecoderAndHead, ids: list[int], positions: list[int]) -> bo
 
 def _second(lm: DecoderAndHead, ids: list[int], positions: list[int]) -> torch.Tensor:
     """Hidden rows of the last sequence of a row."""
-    device = lm.decoder.get_input_embeddings().weight.device
+    device = lm.device
     with torch.autocast(device.type, enabled=False):
         output = lm.decoder(
             input_ids=torch.tensor([ids], device=device),

@@ -58,7 +58,8 @@ class DecoderSeam:
         self.decoder: nn.Module = model.base_model
         if self.decoder is model:
             raise UnsupportedModelError(f"{type(model).__name__} has no decoder below it that takes rows.")
-        self._own: MethodType = self.decoder.forward
+        own: Any = self.decoder.forward  # of a module's class
+        self._own: MethodType = own
         self._had = vars(self.decoder).get("forward")
         self._kind = output_class(self._own)
         self._is_paused = False

@@ -115,7 +115,8 @@ class FusedSeam:
         self.model, self.engine, self._batches, self._paused = model, batches.engine, batches, paused
         self._mesh = mesh_of(model)
         self._is_active = True
-        self._before: MethodType = model.forward
+        before: Any = model.forward  # of the model's class
+        self._before: MethodType = before
         with paused():
             self._head = FusedHead(model, self._before)
         self.engine.stand_in_for(model)

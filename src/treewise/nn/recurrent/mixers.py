@@ -22,13 +22,14 @@ from treewise.nn.model import RECURRENT_CLASSES, RECURRENT_PARAMETERS
 from treewise.nn.platform.releases import calls_by_name, held_functions, own_forward, replaced_functions
 from treewise.nn.recurrent.kinds import FUNCTIONS, KINDS, MIXERS, SINGLE_STEPS, Replaced
 from treewise.nn.recurrent.rows import LayerContext
+from treewise.nn.wrapped import named_modules
 
 _HELP = "Supported models: docs/models.md."
 
 
 def kinds_of(model: nn.Module) -> dict[str, str]:
     """The recurrent layers that can follow a tree: path in the model -> kind, such as `short convolution, Mamba2`."""
-    return {path: kind for path, module in model.named_modules() if (kind := _kind(module))}
+    return {path: kind for path, module in named_modules(model) if (kind := _kind(module))}
 
 
 def refuse_unknown(model: nn.Module, name: str) -> None:
@@ -38,7 +39,7 @@ def refuse_unknown(model: nn.Module, name: str) -> None:
         UnsupportedModelError: naming the layer.
     """
     known = kinds_of(model)
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if any(path == each or path.startswith(each + ".") for each in known):
             continue
         if isinstance(module, nn.Conv1d):
@@ -58,7 +59,7 @@ def install(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: a layer whose forward has been replaced already.
     """
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     for path in kinds_of(model):
         mixer = modules[path]
         mixer.__dict__["_treewise_name"] = path

@@ -31,8 +31,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.tower_flops import PerRow, VisionCosts
-from treewise.nn.vision.tower import PixelInputs, feature_rows, image_token_of
-from treewise.nn.wrapped import base_model
+from treewise.nn.vision.tower import IMAGE_FEATURES, PixelInputs, feature_rows, image_features_of, image_token_of
+from treewise.nn.wrapped import base_model, named_modules
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -69,10 +69,11 @@ def vision_costs(model: PreTrainedModel, activations_per_linear: float) -> Visio
 
     activations_per_linear: values kept for the backward, per input and output of a linear layer.
     """
-    base: Any = base_model(model)
+    base = base_model(model)
     config, module, token = base.config, base.base_model, image_token_of(base.config)
-    if token is None or config.get_text_config() is config or not hasattr(module, "get_image_features"):
+    if token is None or config.get_text_config() is config or not hasattr(module, IMAGE_FEATURES):
         return None
+    assert isinstance(module, PreTrainedModel)
     not_seen = {
         id(parameter)
         for part in (model.get_decoder(), model.get_output_embeddings())
@@ -206,7 +207,7 @@ def count_tower(module: PreTrainedModel) -> list[TowerCount]:
         UnsupportedModelError: it takes no form of pixels without data; with what it raised for the first.
     """
     refusals: list[Exception] = []
-    known = signature(module.get_image_features).parameters
+    known = signature(image_features_of(module)).parameters
     with _Counting() as counting, _IntegersWithValues(), torch.enable_grad():
         with torch.device("meta"):
             tower = _without_weights(module)
@@ -249,7 +250,7 @@ def _without_weights(module: PreTrainedModel) -> PreTrainedModel:
     own = dict(tower.named_parameters())
     for name, parameter in own.items():
         parameter.requires_grad_(is_trained.get(name, False))
-    layers = dict(tower.named_modules())
+    layers = dict(named_modules(tower))
     for name in is_trained:
         if is_trained[name] and name not in own:
             above = itertools.accumulate(name.split("."), "{}.{}".format)
@@ -268,7 +269,7 @@ def _count(counting: "_Counting", tower: PreTrainedModel, form: Form, known: Map
     counting.is_backward = False
     made = drawn(form, lambda shape: torch.empty(shape, dtype=tower.dtype, device="meta"))
     arguments = {name: value for name, value in made.items() if name in known}
-    output = tower.get_image_features(**arguments, return_dict=True)
+    output = image_features_of(tower)(**arguments, return_dict=True)
     rows = tree_leaves(feature_rows(output))
     features = [*rows, *tree_leaves(getattr(output, "deepstack_features", None))]
     count.rows = sum(row.numel() // row.shape[-1] for row in rows)

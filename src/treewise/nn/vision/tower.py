@@ -27,15 +27,16 @@ from transformers.utils import ModelOutput
 
 from treewise.base.shapes import Float, Int
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
-from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.support_table import own_table
-from treewise.nn.wrapped import base_model
+from treewise.nn.wrapped import SUPPORTED_MODELS, base_model
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 
 PixelInputs = dict[str, torch.Tensor]  # of some images, by the names of the model's arguments
 # [R, M] rows for the embeddings, then those for each decoder layer that takes some (Qwen3-VL's deepstack).
 Features = tuple[torch.Tensor, ...]
+IMAGE_FEATURES, _POSITIONS = "get_image_features", "get_rope_index"  # functions of models that take images
 _TOKEN_NAMES = ("image_token_id", "image_token_index")
 EVERYWHERE, IN_WINDOWS = "everywhere", "in windows"
 # Where images attend both ways, by family and its setting use_bidirectional_attention.
@@ -83,6 +84,12 @@ def image_token_of(config: PreTrainedConfig) -> int | None:
     return next((value for value in values if isinstance(value, int)), None)
 
 
+def image_features_of(module: nn.Module) -> Callable[..., ModelOutput]:
+    """The function of a model that runs its tower; it has one where `hasattr(module, IMAGE_FEATURES)`."""
+    own: Callable[..., ModelOutput] = getattr(module, IMAGE_FEATURES)
+    return own
+
+
 def feature_rows(output: ModelOutput) -> torch.Tensor | Sequence[torch.Tensor]:
     """What a model's own forward takes of the output of `get_image_features`: Fuyu's and Llama 4's read it unpooled."""
     rows = getattr(output, "pooler_output", None)
@@ -118,11 +125,10 @@ class VisionModel:
             UnsupportedModelError: the tower gives another number of rows than there are placeholders.
         """
         device = self.module.device
-        known = inspect.signature(self.module.get_image_features).parameters
+        features_of = image_features_of(self.module)
+        known = inspect.signature(features_of).parameters
         joined = {name: join([image[name] for image in images], name, known).to(device) for name in images[0]}
-        output = self.module.get_image_features(
-            **{name: value for name, value in joined.items() if name in known}, return_dict=True
-        )
+        output = features_of(**{name: value for name, value in joined.items() if name in known}, return_dict=True)
         rows = feature_rows(output)
         self._is_joined = isinstance(rows, torch.Tensor)
         features = (_rows_of(rows), *(_rows_of(each) for each in getattr(output, "deepstack_features", None) or ()))
@@ -157,10 +163,10 @@ def vision_model(lm: DecoderAndHead) -> VisionModel:
     Raises:
         UnsupportedModelError: the model takes no images, or none whose features were computed before.
     """
-    base: Any = base_model(lm.model)
+    base = base_model(lm.model)
     module, token = base.base_model, image_token_of(base.config)
     name = type(base).__name__
-    if token is None or not hasattr(module, "get_image_features"):
+    if token is None or not isinstance(module, PreTrainedModel) or not hasattr(module, IMAGE_FEATURES):
         sees = getattr(base.config, "vision_config", None) is not None
         reason = "has no features of images that stand for placeholder tokens" if sees else "takes no images"
         raise UnsupportedModelError(f"{name} {reason}. {SUPPORTED_MODELS}")
@@ -216,7 +222,7 @@ def _rows_of(parts: torch.Tensor | Sequence[torch.Tensor]) -> Float[Tensor, "R M
 
 
 def tree_positions(
-    module: PreTrainedModel, image_token: int, forest: Forest, pixels_of: Callable[[ImageSpan], PixelInputs]
+    module: nn.Module, image_token: int, forest: Forest, pixels_of: Callable[[ImageSpan], PixelInputs]
 ) -> np.ndarray | None:
     """[A, T] int64, the position ids of all tree tokens; None for a model without a function of its own for the tokens
     of images, whose positions are depths. pixels_of: the tensors of an image.
@@ -225,7 +231,7 @@ def tree_positions(
         DataError: the model's function fails on a trajectory.
         UnsupportedModelError: trajectories disagree in the position of a token that they share.
     """
-    if not hasattr(module, "get_rope_index"):
+    if not hasattr(module, _POSITIONS):
         return None
     rows = []
     for index, item in enumerate(forest.trajectories):
@@ -251,9 +257,7 @@ def tree_positions(
     return positions
 
 
-def _row_positions(
-    module: PreTrainedModel, image_token: int, token_ids: np.ndarray, images: list[PixelInputs]
-) -> np.ndarray:
+def _row_positions(module: nn.Module, image_token: int, token_ids: np.ndarray, images: list[PixelInputs]) -> np.ndarray:
     """[A, L] int64 positions of one trajectory, or [L] where it has no image."""
     if not images:
         return np.arange(len(token_ids))
@@ -261,7 +265,8 @@ def _row_positions(
     given: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == image_token).int()}
     given["attention_mask"] = torch.ones_like(ids)
     given |= {name: torch.cat([image[name] for image in images]) for name in images[0] if name != "pixel_values"}
-    known = inspect.signature(module.get_rope_index).parameters
-    positions, _ = module.get_rope_index(**{name: value for name, value in given.items() if name in known})
+    number: Callable[..., tuple[torch.Tensor, object]] = getattr(module, _POSITIONS)
+    known = inspect.signature(number).parameters
+    positions, _ = number(**{name: value for name, value in given.items() if name in known})
     found: np.ndarray = positions[:, 0].cpu().numpy()
     return found

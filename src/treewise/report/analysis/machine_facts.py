@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import LlamaConfig
 
 import treewise
 from treewise.engine.engine import TreeEngine

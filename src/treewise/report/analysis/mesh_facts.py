@@ -7,7 +7,7 @@ whole.
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,11 @@ from treewise.errors import ConfigError
 from treewise.nn.flops import gateway_bytes, state_bytes
 from treewise.nn.model_flops import flop_model
 from treewise.nn.tensor_parallel import key_heads_per_rank
+from treewise.nn.wrapped import named_modules
 from treewise.report.analysis.plan_facts import USABLE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 AXES = ("tp", "ep", "fsdp", "dp")
 # transformers' styles that split a parameter, and the dimension (from the end) that they split of a matrix.
@@ -102,7 +106,11 @@ def read_bytes_setting(text: str) -> int:
 
 
 def report_mesh(
-    config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes: int | None = None, optim: str | None = None
+    config: "PreTrainedConfig",
+    mesh: dict[str, int],
+    dtype: torch.dtype,
+    gpu_bytes: int | None = None,
+    optim: str | None = None,
 ) -> MeshReport:
     """Bytes of each process of a mesh (`read_mesh`) that trains every parameter of a model in `dtype`. optim: the name
     of the optimizer; None: AdamW.
@@ -113,13 +121,13 @@ def report_mesh(
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     for axis in ("tp", "ep"):
         if mesh[axis] > 1 and not getattr(model, f"{axis}_plan"):  # before 5.20 transformers has no `ep_plan`
             raise ConfigError(f"{type(model).__name__} has no plan for {axis}={mesh[axis]}; leave {axis} out.")
     text, width = config.get_text_config(), dtype.itemsize
     kinds = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in kinds]  # FSDP2's units
+    layers = [f"{name}." for name, module in named_modules(model) if type(module).__name__ in kinds]  # FSDP2's units
     held = whole = split_sizes = all_sizes = 0.0
     in_layers: dict[str, float] = defaultdict(float)
     for name, parameter, parts, sizes, experts in _parts(model, mesh):
@@ -158,10 +166,10 @@ def report_mesh(
     )
 
 
-def _parts(model: Any, mesh: dict[str, int]) -> Iterator[tuple[str, nn.Parameter, int, float, bool]]:
+def _parts(model: "PreTrainedModel", mesh: dict[str, int]) -> Iterator[tuple[str, nn.Parameter, int, float, bool]]:
     """Of each parameter: name, itself, processes that split it, input and output sizes there, whether of experts."""
     for name, parameter in model.named_parameters():
-        sizes = list(parameter.shape[-2:])
+        sizes: list[float] = list(parameter.shape[-2:])
         if mesh["ep"] > 1 and _style(name, model.ep_plan) == _EXPERTS:
             yield name, parameter, mesh["ep"], sum(sizes), True
             continue

@@ -189,7 +189,7 @@ def _serve(settings: RecordSettings, own: socket.socket, path: Path, say: Callab
 def loaded(settings: RecordSettings) -> tuple[Any, Sampler, int | None, Any]:
     """The tokenizer, the sampler, the tokens that the model follows, and the generation config that it came with."""
     from treewise.models.load_model import load_config, load_generation_config, load_tokenizer, load_weights
-    from treewise.nn.device import chosen_device
+    from treewise.nn.device import chosen_device, on_device
     from treewise.nn.model_checks import num_positions
     from treewise.rl.recorder.lengths import longest_row
     from treewise.rl.samplers import sampler_named
@@ -202,7 +202,7 @@ def loaded(settings: RecordSettings) -> tuple[Any, Sampler, int | None, Any]:
         most = min((limit for limit in known if limit is not None), default=None)
         return tokenizer, sampler, most, load_generation_config(settings.model)
     model = load_weights(settings.model, None, settings.dtype)
-    model = model.to(chosen_device(None if settings.device == "auto" else settings.device)).eval()
+    model = on_device(model, chosen_device(None if settings.device == "auto" else settings.device)).eval()
     sampler = sampler_named(settings.sampler, given, model)
     return tokenizer, sampler, longest_row(model), model.generation_config
 

@@ -112,7 +112,7 @@ def samplers_of(given: Sampler, model: nn.Module, *, is_parted: bool) -> tuple[S
 
 def _unparted(model: nn.Module, device: torch.device) -> nn.Module:
     """A model on a mesh as one process has it, without its weights: of the same classes, configurations and dtypes."""
-    base: Any = base_model(model)
+    base = base_model(model)
     with as_whole_model(model):
         config = deepcopy(base.config)
     with torch.random.fork_rng(), no_init_weights(), device:

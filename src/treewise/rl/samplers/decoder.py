@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from treewise.errors import UnsupportedModelError
+from treewise.nn.wrapped import num_embeddings
 from treewise.rl.samplers.shared_prefix import (
     Prefix,
     SharedPrefix,
@@ -106,7 +107,7 @@ def _difference(
     decoder: Decoder, reference: Decoder, model: nn.Module, token_ids: Sequence[int]
 ) -> tuple[float, float]:
     """Largest difference of logits over a few steps of two groups, and the largest logit."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    vocabulary = num_embeddings(model)
     draw = torch.Generator().manual_seed(0)
     num = 6 + 4 * NUM_STEPS
     ids = [*token_ids[:num], *torch.randint(0, vocabulary, (num,), generator=draw).tolist()][:num]

@@ -17,16 +17,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedModel
 
 from treewise.errors import ConfigError, SamplerError, check_choice
 from treewise.nn.adapters import parted_table, tables_of
-from treewise.nn.wrapped import innermost
+from treewise.nn.wrapped import base_model, innermost, is_peft, named_modules
 from treewise.rl.samplers.server import Server
+
+if TYPE_CHECKING:
+    from treewise.nn.wrapped import AdaptedModel
 
 WEIGHTS = ("reload", "adapter", "fixed")
 BUSY_SECONDS = 10.0  # that a server may take until its cache can be emptied
@@ -110,7 +114,7 @@ class Handover:
         folder = self._own_folder() / f"{version:05d}"
         adapter = None
         if self.mode == "adapter":
-            if not hasattr(model, "peft_config"):
+            if not is_peft(model):
                 raise ConfigError(
                     "weights=adapter hands over a LoRA adapter, and the model has none; give lora, or reload."
                 )
@@ -187,7 +191,7 @@ def _told(server: Server, path: str, payload: Any, needed: str) -> None:
         time.sleep(0.2)  # as while requests of another run hold the cache
 
 
-def save_adapter(model: Any, folder: Path) -> None:
+def save_adapter(model: "AdaptedModel", folder: Path) -> None:
     """The active adapter of a model, as PEFT writes one alone, without the embedding that it may add."""
     from peft import get_peft_model_state_dict
 
@@ -214,7 +218,7 @@ def whole_weights(model: Any, *, merged: bool = True) -> Iterator[tuple[str, tor
     """
     has_adapters = hasattr(model, "peft_config")
     if has_adapters and merged:
-        _refuse_tied(model.get_base_model())
+        _refuse_tied(base_model(model))
     known: set[int] = set()
     for name, tensor in _below("", model.get_base_model() if has_adapters else model, merged if has_adapters else None):
         if id(tensor) not in known:
@@ -222,12 +226,12 @@ def whole_weights(model: Any, *, merged: bool = True) -> Iterator[tuple[str, tor
             yield name, tensor.detach()
 
 
-def _refuse_tied(base: nn.Module) -> None:
+def _refuse_tied(base: PreTrainedModel) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     owners = Counter(id(parameter) for _, parameter in base.named_parameters(remove_duplicate=False))
     parted, tables = parted_table(base), [innermost(table) for table in tables_of(base).values()]
-    for path, module in base.named_modules():
+    for path, module in named_modules(base):
         is_parted = path == parted
         if isinstance(module, BaseTunerLayer) and not (module.merged or module.disable_adapters):
             parts = [getattr(module, part) for part in module.adapter_layer_names]

@@ -21,7 +21,7 @@ from treewise.base import features
 from treewise.base.progress import busy_with, tell_progress
 from treewise.errors import ConfigError, NonFiniteError, RequestRefusedError, num
 from treewise.nn.model_checks import length_limit, refuse_lengths
-from treewise.nn.wrapped import uncompiled
+from treewise.nn.wrapped import num_embeddings, uncompiled
 from treewise.rl.samplers.decoder import DECODERS, Decoder, choose_decoder
 from treewise.rl.samplers.draw import draw_tokens, stream_key
 from treewise.rl.samplers.protocol import Completion, Done, SampleRequest, TextStops
@@ -129,7 +129,7 @@ class TransformersSampler:
                         done(index, tuple(_completion(row) for row in rows if row.request_index == index))
 
     def _refuse_unknown(self, requests: Sequence[SampleRequest]) -> None:
-        size = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        size = num_embeddings(self.model)
         for request in requests:
             if not 0 <= min(request.prefix_ids) <= max(request.prefix_ids) < size:
                 wrong = next(token for token in request.prefix_ids if not 0 <= token < size)

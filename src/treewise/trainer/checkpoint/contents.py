@@ -10,11 +10,11 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from treewise.errors import CheckpointError
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.json_values import to_plain
 from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, OptimizerState, optimizer_state, save_optimizer
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 ARGUMENTS = "training_args.json"
 STATE = "trainer_state.json"
@@ -64,7 +67,7 @@ class RunState:
     """
 
     args: SavedSettings
-    model: nn.Module
+    model: PreTrainedModel
     optimizer: Optimizer
     scheduler: LRScheduler
     loop: TrainerState
@@ -216,7 +219,8 @@ def write_model(
         with as_whole_model(model):
             model.save_pretrained(folder, state_dict=state)
     else:
-        for each in model.peft_config.values() if hasattr(model, "peft_config") else [model.config]:
+        adapters: Mapping[str, PeftConfig] | None = getattr(model, "peft_config", None)
+        for each in [model.config] if adapters is None else adapters.values():
             each.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -229,12 +233,12 @@ def random_file(rank: int) -> str:
     return f"random_{rank}.json"
 
 
-def is_sharded_model(model: PreTrainedModel) -> bool:
+def is_sharded_model(model: nn.Module) -> bool:
     """Whether any parameter is divided among processes, by FSDP2 or tensor parallelism."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def sharded_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def sharded_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """The weights in a sharded checkpoint: all, or with adapters the trained ones."""
     has_adapters = hasattr(model, "peft_config")
     return {name: each.data for name, each in model.named_parameters() if each.requires_grad or not has_adapters}

@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -27,9 +27,12 @@ from transformers import PreTrainedModel
 from treewise.base import features
 from treewise.distributed.parts import mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
-from treewise.nn.wrapped import innermost
+from treewise.nn.wrapped import base_model, weight_of
 from treewise.trainer.checkpoint.contents import SHARDS, is_sharded_model, sharded_weights
 from treewise.trainer.checkpoint.store import listed_files
+
+if TYPE_CHECKING:
+    from treewise.nn.wrapped import AdaptedModel
 
 _SAVED_BY_PEFT = ("modules_to_save", "trainable_tokens", "prompt_encoder")  # in names of parameters
 
@@ -105,7 +108,7 @@ def _errors_named() -> Iterator[bool]:
 # -- what a checkpoint of adapters would lack -------------------------------------------------------------------------
 
 
-def refuse_unsaved(model: PreTrainedModel) -> None:
+def refuse_unsaved(model: "AdaptedModel") -> None:
     """Raises `ConfigError` for parameters that are trained beside the adapters of a model: PEFT saves these alone."""
     from peft import get_peft_model_state_dict
 
@@ -129,11 +132,11 @@ def refuse_unsaved(model: PreTrainedModel) -> None:
     _refuse_lost_rows(model)
 
 
-def _refuse_lost_rows(model: Any) -> None:
+def _refuse_lost_rows(model: "AdaptedModel") -> None:
     """Raises `ConfigError` where a resized vocabulary would not be saved: where one of two tables of tokens is named in
     `target_modules`, PEFT saves that one alone, and none where it has no adapter then (`layers_to_transform`)."""
     tables, name = (
-        features.adapters.tables_of(model.get_base_model()),
+        features.adapters.tables_of(base_model(model)),
         model.active_peft_config.base_model_name_or_path,
     )
     if not name:
@@ -144,15 +147,15 @@ def _refuse_lost_rows(model: Any) -> None:
         return
     from peft import get_peft_model_state_dict
 
-    num_tokens = {len(innermost(each).weight) for each in tables.values()}
+    num_tokens = {len(weight_of(each)) for each in tables.values()}
     if num_tokens == {num_before}:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT, that it saves tables
         state = get_peft_model_state_dict(model)
-    saved = features.adapters.saved_tables(model.get_base_model(), {key: each.shape for key, each in state.items()})
-    held = {id(innermost(tables[path]).weight) for path in saved}
-    lost = [path for path, each in tables.items() if id(innermost(each).weight) not in held]
+    saved = features.adapters.saved_tables(base_model(model), {key: each.shape for key, each in state.items()})
+    held = {id(weight_of(tables[path])) for path in saved}
+    lost = [path for path, each in tables.items() if id(weight_of(each)) not in held]
     if lost:
         raise ConfigError(
             f"{', '.join(lost)} was resized from {num_before:,} tokens, and would be in no checkpoint and not in the "
@@ -164,7 +167,7 @@ def _refuse_lost_rows(model: Any) -> None:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load_weights(model: PreTrainedModel, checkpoint: Path, adapter: str | None = None) -> None:
+def load_weights(model: nn.Module, checkpoint: Path, adapter: str | None = None) -> None:
     """Loads the weights of a verified checkpoint into a model, from the files that its manifest lists. adapter: the one
     of the model whose weights the checkpoint holds, whatever it was called when they were saved; None: all of them.
 
@@ -175,8 +178,8 @@ def load_weights(model: PreTrainedModel, checkpoint: Path, adapter: str | None =
         try:
             if (folder / SHARDS).is_dir():
                 load_shards(folder / SHARDS, sharded_weights(model))
-            elif hasattr(model, "peft_config"):
-                names = model.peft_config if adapter is None else [adapter]
+            elif (own := getattr(model, "peft_config", None)) is not None:
+                names = own if adapter is None else [adapter]
                 _load_adapters(
                     model, {name: folder if name in ("default", adapter) else folder / name for name in names}
                 )
@@ -186,7 +189,7 @@ def load_weights(model: PreTrainedModel, checkpoint: Path, adapter: str | None =
             raise CheckpointError(f"{checkpoint}: {error}") from error
 
 
-def _load_whole(model: PreTrainedModel, folder: Path) -> None:
+def _load_whole(model: nn.Module, folder: Path) -> None:
     mesh = mesh_of(model)
     wanted = {name: parameter.data for name, parameter in model.named_parameters()}  # a tied parameter has one name
     if mesh is not None and isinstance(model, PreTrainedModel):
@@ -211,7 +214,7 @@ def _load_whole(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _load_converted(
-    model: PreTrainedModel, load: Callable[..., Any], folder: Path, wanted: dict[str, torch.Tensor]
+    model: nn.Module, load: Callable[..., Any], folder: Path, wanted: dict[str, torch.Tensor]
 ) -> list[str]:
     """Reads through `from_pretrained` (`load`); returns the names of missing parameters."""
     widest = torch.float32  # holds the values of every parameter exactly, whatever its own dtype
@@ -242,7 +245,7 @@ def _placed_like(loaded: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return fsdp.like_shard(fsdp.whole_tensor(loaded), value)
 
 
-def _load_adapters(model: PreTrainedModel, folders: dict[str, Path]) -> None:
+def _load_adapters(model: nn.Module, folders: dict[str, Path]) -> None:
     """Adapters of a PEFT model by name, which saves all but the one named `default` in folders of their own."""
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 

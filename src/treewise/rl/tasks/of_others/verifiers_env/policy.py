@@ -8,13 +8,16 @@ belongs to a model call (limits, stops, the trace) is done by the package's own 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.interception import Interception
 
 from treewise.rl.tasks.of_others.verifiers_env.tools import EPISODE
+
+if TYPE_CHECKING:
+    from treewise.rl.tasks.of_others.verifiers_env.episode import PlayedEpisode
 
 
 class NoFurtherTurnError(Exception):
@@ -87,7 +90,7 @@ class TurnLoop(vf.Harness[vf.HarnessConfig]):
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-async def _turn(episode: Any, messages: Sequence[Any]) -> Any:
+async def _turn(episode: "PlayedEpisode", messages: Sequence[Any]) -> Any:
     """A model call, as the package's interception server makes it of a session."""
     session, trace = episode.session, episode.session.trace
     if session.stopped or await session.refused() is not None:

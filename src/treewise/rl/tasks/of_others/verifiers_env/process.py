@@ -18,6 +18,8 @@ from typing import Any
 from treewise.errors import TaskError
 
 Answer = queue.SimpleQueue[dict[str, Any]]
+Questions = queue.SimpleQueue[tuple[int, bytes] | None]
+_Running = subprocess.Popen[bytes]
 
 
 class Process:
@@ -29,7 +31,7 @@ class Process:
         self._process = subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._numbers = itertools.count()
         self._answers: dict[int, Answer] = {}
-        self._questions: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._questions: Questions = queue.SimpleQueue()
         for work in (_write, _read):
             given = (self._process, self._questions, self._answers)
             threading.Thread(target=work, args=given, daemon=True, name="treewise-process").start()
@@ -60,7 +62,8 @@ class Process:
         return answer
 
 
-def _write(process: Any, questions: Any, answers: dict[int, Answer]) -> None:
+def _write(process: _Running, questions: Questions, answers: dict[int, Answer]) -> None:
+    assert process.stdin is not None
     while (question := questions.get()) is not None:
         number, line = question
         try:
@@ -72,7 +75,8 @@ def _write(process: Any, questions: Any, answers: dict[int, Answer]) -> None:
         process.stdin.close()
 
 
-def _read(process: Any, _: Any, answers: dict[int, Answer]) -> None:
+def _read(process: _Running, _: Questions, answers: dict[int, Answer]) -> None:
+    assert process.stdout is not None
     with process.stdout:
         for line in process.stdout:
             found = json.loads(line)
@@ -82,5 +86,5 @@ def _read(process: Any, _: Any, answers: dict[int, Answer]) -> None:
         answers.pop(number, Answer()).put(_ended(process))
 
 
-def _ended(process: Any) -> dict[str, Any]:
+def _ended(process: _Running) -> dict[str, Any]:
     return {"error": f"its process has ended (exit code {process.wait()}); what it wrote stands above"}

@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import verifiers.v1 as vf
 from mcp.server.mcpserver import MCPServer
@@ -18,7 +18,10 @@ from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
 from verifiers.v1.utils.decorators import discover_decorated
 
-EPISODE: ContextVar[Any] = ContextVar("treewise_episode")  # episode.PlayedEpisode
+if TYPE_CHECKING:
+    from treewise.rl.tasks.of_others.verifiers_env.episode import PlayedEpisode
+
+EPISODE: ContextVar["PlayedEpisode"] = ContextVar("treewise_episode")
 
 
 class Tools:
