@@ -33,7 +33,7 @@ def shards_of(model: nn.Module, decoder: nn.Module) -> "OthersShards | None":
                 f"the model is sharded by FSDP1 ({type(module).__name__}), whose wrappers stand between the layers; "
                 "use FSDP2: fully_shard, or fsdp_version 2 (`version` in transformers' fsdp_config)."
             )
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         return None
     for name, parameter in model.named_parameters():

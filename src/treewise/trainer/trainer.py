@@ -127,8 +127,9 @@ class TreeTrainer(Trainer):
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
         self._own_objective, self._given_first_tree = objective, first_tree
-        is_named = isinstance(reference, str | Path)
-        self._reference = features.load_model.load_weights(str(reference)) if is_named else reference
+        self._reference = (
+            features.load_model.load_weights(str(reference)) if isinstance(reference, str | Path) else reference
+        )
         loss = objective or args.sft_objective()
         check_preferences(train_dataset, loss)
         train_dataset, eval_dataset = (_with_whole_rollouts(each, loss) for each in (train_dataset, eval_dataset))

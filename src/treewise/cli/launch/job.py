@@ -235,9 +235,7 @@ def _server_environment(config: RunConfig) -> dict[str, str]:
 # -- what nodes share -------------------------------------------------------------------------------------------------
 
 
-def _check_shared(
-    scheduler: Scheduler, settings: LaunchSettings, folder: Path, places: Mapping[str, PurePath]
-) -> None:
+def _check_shared(scheduler: Scheduler, settings: LaunchSettings, folder: Path, places: Mapping[str, PurePath]) -> None:
     """Raises `ConfigError` for a folder that other nodes would not see."""
     for what, place in places.items():
         if settings.shared is not None:
