@@ -574,11 +574,7 @@ class TreeEngine:
 
         exchange: sends this rank's text to all ranks and returns everybody's.
         """
-        guests: list[Guest] = []
-        self._lockstep = features.lockstep.Lockstep(
-            exchange, lambda plan: Walk(self.lm, plan, self.implementation, guests)
-        )
-        guests.append(self._lockstep)
+        self._lockstep = self._new_lockstep(exchange)
         self.budget.recovers = False
 
     def walk_inside(self, shards: Any) -> None:
@@ -599,15 +595,19 @@ class TreeEngine:
     def inside_lockstep(self, exchange: Callable[[str], list[str]]) -> Iterator[None]:
         """Inside, `values` run in lockstep with the other ranks, and so does their backward, later, within that of the
         program that sharded the model. exchange: see `enable_lockstep`."""
-        guests: list[Guest] = []
-        self._lockstep = features.lockstep.Lockstep(
-            exchange, lambda plan: Walk(self.lm, plan, self.implementation, guests), self._shards.within_backward
-        )
-        guests.append(self._lockstep)
+        self._lockstep = self._new_lockstep(exchange, self._shards.within_backward)
         try:
             yield
         finally:
             self._lockstep = None
+
+    def _new_lockstep(self, exchange: Callable[[str], list[str]], *within: Any) -> "Lockstep":
+        guests: list[Guest] = []
+        found = features.lockstep.Lockstep(
+            exchange, lambda plan: Walk(self.lm, plan, self.implementation, guests), *within
+        )
+        guests.append(found)
+        return found
 
     def drain(self) -> None:
         """Runs empty passes until every rank has finished its walks of this step."""
