@@ -76,7 +76,7 @@ QUICK_TESTS := tests/tree tests/planning tests/advantages tests/data/io tests/da
   tests/nn/attention/test_implementations.py tests/nn/attention/test_reference.py tests/nn/recurrent/test_kinds.py \
   tests/distributed/lockstep/test_turns.py tests/distributed/placement/test_cost_model.py tests/distributed/test_fsdp.py \
   tests/engine/test_engine.py tests/engine/test_budget.py tests/integrations/batches/test_batch_forest.py \
-  tests/trainer/test_arguments.py tests/trainer/test_data_loader.py tests/rl/test_update.py tests/rl/test_rollout_batch.py tests/rl/branching/test_rollout_tree.py tests/grow/test_widening.py \
+  tests/trainer/test_arguments.py tests/trainer/test_data_loader.py tests/rl/test_update.py tests/rl/test_rollout_batch.py tests/rl/branching/test_rollout_tree.py tests/experimental/grow/test_widening.py \
   tests/report/analysis/test_run_log.py tests/report/html/test_picture.py tests/bench/test_workloads.py \
   tests/cli/test_config.py tests/testing/test_shape_checks.py tests/examples/test_tiny_treewise.py tests/test_package.py
 

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from treewise.bench import make, random_model
 from treewise.bench.contestants import fuse
+from treewise.bench.gpu_facts import KernelChecks, gpu_facts
 from treewise.cli.commands.doctor import case_line
 from treewise.cli.main import main as treewise
 from treewise.engine.engine import TreeEngine
@@ -28,7 +29,6 @@ from treewise.nn.device import matmul_flops, synchronized_clock
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.whole_gradients import zero_gradients
-from treewise.bench.gpu_facts import KernelChecks, gpu_facts
 from treewise.report.analysis.machine_facts import machine_facts
 from treewise.tree.forest import Forest
 
