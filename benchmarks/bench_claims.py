@@ -38,11 +38,11 @@ from tabular_policy import ExactBook, Game, grown
 from tiny_policy import interval, new_model, new_tokenizer
 
 import treewise as tw
+from treewise.experimental.gain.self_check import correlation
+from treewise.experimental.gain.signals import angles_of, gradient_norms
+from treewise.experimental.lcr import LcrBranching, change_rates
 from treewise.rl.branching import RolloutTree, Signals, branching_named
-from treewise.rl.branching.lcr import LcrBranching, change_rates
 from treewise.rl.branching.protocol import points_of
-from treewise.rl.curriculum.self_check import correlation
-from treewise.rl.curriculum.signals import angles_of, gradient_norms
 from treewise.rl.node_values import node_values
 from treewise.rl.online.tasks_by_name import task_named
 from treewise.rl.tasks import TaskItem

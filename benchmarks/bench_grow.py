@@ -34,10 +34,10 @@ from tiny_policy import interval
 from torch.utils.flop_counter import FlopCounterMode
 
 from treewise import SFT, Forest, Trajectory, TreeEngine, testing
-from treewise.grow import grow, operators
-from treewise.grow.configuration import MANGO, OPERATORS, Growth
-from treewise.grow.growth import load_whole
-from treewise.grow.growth_plan import GrowthPlan, plan_of
+from treewise.experimental.grow import grow, operators
+from treewise.experimental.grow.configuration import MANGO, OPERATORS, Growth
+from treewise.experimental.grow.growth import load_whole
+from treewise.experimental.grow.growth_plan import GrowthPlan, plan_of
 from treewise.nn.model_flops import flop_model
 
 VOCABULARY = 128  # ASCII; other characters become a question mark

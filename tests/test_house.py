@@ -50,7 +50,7 @@ WHOLE_PACKAGE = {
     "rl/online/test_meshes": "runs of policies that no process has whole",
     "trainer/checkpoint/test_resumption": "what a run that goes on may change",
     "engine/test_inputs": "what the engine takes",
-    "grow/test_families": "copied width and identity layers in every family",
+    "experimental/grow/test_families": "copied width and identity layers in every family",
     "nn/attention/test_row_blocks": "row blocks of masks against every pair of tokens",
     "nn/attention/test_flex_kernels": "generated Triton kernels, interpreted",
     "nn/test_adapters": "every adapter on head and layers against flat training",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # their types, for mypy; a test holds these lines against the
     from treewise.engine import flat_terms as flat_terms
     from treewise.engine import values as values
     from treewise.engine import window as window
+    from treewise.experimental.gain import angles as angles
     from treewise.models import load_model as load_model
     from treewise.nn import adapted_head as adapted_head
     from treewise.nn import adapters as adapters
@@ -69,7 +70,6 @@ if TYPE_CHECKING:  # their types, for mypy; a test holds these lines against the
     from treewise.planning import fastest as fastest
     from treewise.rl.agents import grammars as grammars
     from treewise.rl.online import ahead as ahead
-    from treewise.rl.online import curriculum as angles
     from treewise.rl.online import many_turns as many_turns
     from treewise.rl.samplers import copied_weights as copied_weights
     from treewise.rl.samplers import heard_decoders as heard_decoders
@@ -94,7 +94,7 @@ FEATURES = {
     "adapted_head": ("treewise.nn.adapted_head", "heads with adapters"),
     "adapters": ("treewise.nn.adapters", "new adapters (peft_config, lora)"),
     "ahead": ("treewise.rl.online.ahead", "iterations that are sampled while others train (max_staleness)"),
-    "angles": ("treewise.rl.online.curriculum", "curricula by angles (gain)"),
+    "angles": ("treewise.experimental.gain.angles", "curricula by angles (gain)"),
     "attention_needs": ("treewise.nn.attention.needs", "kernels of attention beyond Triton's (flash, cudnn)"),
     "budget": ("treewise.engine.budget", "measured budgets (max_tokens='auto')"),
     "compilation": ("treewise.nn.compilation", "compiled layers (compile_layers, torch_compile)"),

@@ -5,6 +5,7 @@ import numbers
 import types
 import typing
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any, Literal, TypeVar
 
 from treewise.errors import ConfigError, check_fields, did_you_mean, parts_of
@@ -30,18 +31,20 @@ def check_setting_types(owner: str, settings: Mapping[str, Any], known: Mapping[
             raise ConfigError(f"{owner}: {setting}={value!r} must be {names}.")
 
 
-def settings_named(what: str, name: str, known: Mapping[str, type[S]], given: Mapping[str, Any]) -> S:
+def settings_named(what: str, name: str, known: Mapping[str, type[S] | str], given: Mapping[str, Any]) -> S:
     """The settings of one of several kinds, dataclasses by their names, out of a configuration.
 
-    what: kind of thing, for messages.
+    what: kind of thing, for messages. known: the kinds, or where they are (`module:name`).
 
     Raises:
         ConfigError: an unknown name or setting, or a value that is out of range or of another type.
     """
     if name not in known:
         raise ConfigError(f"unknown {what} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
-    types_of = {field.name: field.type for field in dataclasses.fields(known[name])}  # type: ignore[arg-type]
+    found = known[name]
+    kind: type[S] = resolve_name(found) if isinstance(found, str) else found
+    types_of = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     check_setting_types(f"{what} {name!r}", given, types_of)
-    settings = known[name](**given)
+    settings = kind(**given)
     check_fields(settings)
     return settings

@@ -30,7 +30,8 @@ COMMANDS = {
     "schema": "the JSON schema of a configuration, for editors",
     "completion": "completion of commands and keys, for a shell",
 }
-MODULES = {"import": "import_"}  # where a command's name cannot be a module's
+# Where a command's module is, if not in `commands` by its name.
+MODULES = {"import": "treewise.cli.commands.import_", "grow": "treewise.experimental.grow.command"}
 MAX_MESSAGE = 400  # characters of an argument's error
 
 
@@ -96,4 +97,4 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
 
 def module_of(name: str) -> ModuleType:
     """The module of a command."""
-    return import_module(f"treewise.cli.commands.{MODULES.get(name, name)}")
+    return import_module(MODULES.get(name, f"treewise.cli.commands.{name}"))

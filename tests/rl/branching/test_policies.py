@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.rl.growing_trees import ToySampler, facts, grow
 from treewise.errors import ConfigError, DataError
+from treewise.experimental.lcr import LcrBranching, change_rates
 from treewise.rl.branching import BRANCHINGS, PROMPT, Branch, RolloutNode, RolloutTree, Signals, branching_named
-from treewise.rl.branching.lcr import LcrBranching, change_rates
 from treewise.rl.branching.protocol import points_of
 from treewise.testing.strategies import MAX_SEED
 

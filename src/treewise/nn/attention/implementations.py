@@ -112,7 +112,7 @@ def unknown_attention(name: str) -> ConfigError:
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
-_HERE = "treewise.nn.attention"
+_HERE, _SHELF = "treewise.nn.attention", "treewise.experimental.kernels"
 
 # In the order in which `auto` prefers them; those that are gated by measurement alone.
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -122,13 +122,13 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     ),
     # FlexAttention's FLASH backend, FlashAttention 4.
     "flash": Implementation(
-        f"{_HERE}.flash:attend",
-        rows=f"{_HERE}.flash:num_key_rows",
+        f"{_SHELF}.flash:attend",
+        rows=f"{_SHELF}.flash:num_key_rows",
         is_gated=True,
     ),
     # cuDNN Frontend's flex_attention, whose mask is intervals of keys for each query.
     "cudnn": Implementation(
-        f"{_HERE}.cudnn:attend",
+        f"{_SHELF}.cudnn:attend",
         rows=f"{_HERE}.flex:num_key_rows",
         is_gated=True,
     ),

@@ -27,7 +27,6 @@ from annotated_types import Ge
 
 from treewise.base.given_settings import settings_named
 from treewise.errors import DataError
-from treewise.rl.branching.lcr import LcrBranching
 from treewise.rl.branching.protocol import (
     Branch,
     Count,
@@ -223,13 +222,13 @@ def _uniform(points: Sequence[Point], room: int, rng: np.random.Generator) -> li
     return [Branch(*points[index][:2]) for index in chosen]
 
 
-BRANCHINGS: Mapping[str, type] = {
+BRANCHINGS: Mapping[str, type | str] = {  # or the name of one, which is imported when it is asked for
     "none": NoBranching,
     "random": RandomBranching,
     "entropy": EntropyBranching,
     "segments": SegmentBranching,
     "turns": TurnBranching,
-    "lcr": LcrBranching,
+    "lcr": "treewise.experimental.lcr:LcrBranching",
 }
 
 

@@ -56,7 +56,6 @@ from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from treewise.rl.curriculum.self_check import CheckReport
     from treewise.rl.online.ahead import Ahead
     from treewise.rl.samplers.copied_weights import WholeCopy
 
@@ -448,7 +447,7 @@ class OnlineTrainer:
         self.loop.num_sampled += found.num_tokens
         self._log({"check_tokens": float(found.num_tokens)})
 
-    def check_items(self, num_items: int, num_rollouts: int) -> "tuple[CheckReport, list[Group]]":
+    def check_items(self, num_items: int, num_rollouts: int) -> "tuple[features.angles.CheckReport, list[Group]]":
         """Samples rollouts of some items and compares their angles with the norms of their gradients.
 
         Raises:

@@ -3,7 +3,7 @@
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from treewise.tree.trajectory import Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from treewise.rl.curriculum.self_check import CheckReport
     from treewise.rl.online.drawn import Drawn
 
 ROLLOUTS, EVALUATIONS, DRAWS = "rollouts", "evaluations", "curriculum"  # folders
@@ -155,6 +154,6 @@ def write_draws(
     _write(draws_file(run_dir, iteration), sealed(values) + "\n")
 
 
-def write_check(run_dir: Path, curriculum: str, report: "CheckReport") -> None:
+def write_check(run_dir: Path, curriculum: str, facts: Mapping[str, Any]) -> None:
     """Writes the result of a self-check."""
-    _write(run_dir / DRAWS / CHECK, json.dumps({"curriculum": curriculum, **report.to_dict()}, indent=1) + "\n")
+    _write(run_dir / DRAWS / CHECK, json.dumps({"curriculum": curriculum, **facts}, indent=1) + "\n")

@@ -14,8 +14,8 @@ import numpy as np
 
 from treewise.engine.engine import TreeEngine
 from treewise.errors import DataError, num
+from treewise.experimental.gain.signals import angles_of, gradient_norms
 from treewise.objectives import Objective
-from treewise.rl.curriculum.signals import angles_of, gradient_norms
 from treewise.tree.trajectory import Trajectory
 
 LEVEL = 0.95

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from torch.nn.attention import flex_attention as public
 
 from tests.nn.attention.test_flex import CPU, DV, RULES, H, branching_mask, draw_inputs, masks
-from treewise.nn.attention import flash, flex
-from treewise.nn.attention.flash import BLOCKS, blocks_on, flash_attention_tree
+from treewise.experimental.kernels import flash
+from treewise.experimental.kernels.flash import BLOCKS, blocks_on, flash_attention_tree
+from treewise.nn.attention import flex
 from treewise.nn.attention.kernel_cases import with_gradients
 from treewise.nn.attention.reference import reference_attention
 

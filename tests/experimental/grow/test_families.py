@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treewise.grow import grow
-from treewise.grow.configuration import FAMILIES
+from treewise.experimental.grow import grow
+from treewise.experimental.grow.configuration import FAMILIES
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from treewise.grow import widening
-from treewise.grow.widening import Widening, role_of, widened
+from treewise.experimental.grow import widening
+from treewise.experimental.grow.widening import Widening, role_of, widened
 
 CONFIG = SimpleNamespace(hidden_size=6, num_attention_heads=2, num_key_value_heads=1, head_dim=3)
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"

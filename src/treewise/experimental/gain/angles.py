@@ -9,10 +9,11 @@ import numpy as np
 
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
+from treewise.experimental.gain.self_check import CheckReport as CheckReport
+from treewise.experimental.gain.self_check import check_angles
+from treewise.experimental.gain.signals import angles_of as angles_of  # for the loop, too
 from treewise.objectives import Objective
 from treewise.rl.curriculum import Curriculum, TaskSampler
-from treewise.rl.curriculum.self_check import CheckReport, check_angles
-from treewise.rl.curriculum.signals import angles_of as angles_of  # for the loop, too
 from treewise.rl.online.collector import Group
 from treewise.rl.online.journal import journals
 from treewise.rl.online.records import write_check
@@ -61,7 +62,7 @@ def told(report: CheckReport, curriculum: Curriculum, folder: Path | None) -> No
         ConfigError: angles are useless here, and the curriculum is not forced.
     """
     if folder is not None:
-        write_check(folder, curriculum.name, report)
+        write_check(folder, curriculum.name, report.to_dict())
         sys.stdout.write(f"{report.text()}\n")
     reason = report.refusal()
     if reason is None:

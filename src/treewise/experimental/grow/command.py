@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.errors import ConfigError, num
-from treewise.grow.configuration import MANGO, OPERATORS, Growth
+from treewise.experimental.grow.configuration import MANGO, OPERATORS, Growth
 from treewise.models.load_model import load_tokenizer, load_weights, locate
 from treewise.nn.adapters import adapter_folder
 
 if TYPE_CHECKING:
-    from treewise.grow import GrowReport
+    from treewise.experimental.grow import GrowReport
 
 DEFAULTS = Growth()
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         )
     from transformers.utils import logging
 
-    from treewise.grow import grow
+    from treewise.experimental.grow import grow
 
     logging.disable_progress_bar()
     folder, gguf_file = locate(args.small)

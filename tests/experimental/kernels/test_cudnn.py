@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from tests.nn.attention.test_flex import CPU, DV, HKV, RULES, D, H, draw_inputs, masks
 from treewise import Forest, TreeEngine
 from treewise.errors import ConfigError
-from treewise.nn.attention import IMPLEMENTATIONS, cudnn, needs
-from treewise.nn.attention.cudnn import cudnn_attention_tree, interval_ends, visible_runs
+from treewise.experimental.kernels import cudnn
+from treewise.experimental.kernels.cudnn import cudnn_attention_tree, interval_ends, visible_runs
+from treewise.nn.attention import IMPLEMENTATIONS, needs
 from treewise.nn.attention.kernel_cases import with_gradients
 from treewise.nn.attention.mask import TreeMask
 from treewise.nn.attention.reference import reference_attention, visible

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.grow.test_families import save_random
+from tests.experimental.grow.test_families import save_random
 from treewise.errors import ConfigError
-from treewise.grow import grow, operators
-from treewise.grow.configuration import Growth
-from treewise.grow.growth_plan import plan_of
-from treewise.grow.operators import Mango, trained_operator
-from treewise.grow.widening import Widening, role_of, widened
+from treewise.experimental.grow import grow, operators
+from treewise.experimental.grow.configuration import Growth
+from treewise.experimental.grow.growth_plan import plan_of
+from treewise.experimental.grow.operators import Mango, trained_operator
+from treewise.experimental.grow.widening import Widening, role_of, widened
 from treewise.tree import Forest, Trajectory
 
 

@@ -9,7 +9,7 @@ from tests.rl.online.helpers import digest, new_trainer
 from tests.rl.online.test_drawn import Odd, draws_of
 from tests.rl.online.test_loop import Killed, counted
 from treewise.errors import ConfigError, DataError
-from treewise.rl.curriculum.self_check import CheckReport
+from treewise.experimental.gain.self_check import CheckReport
 from treewise.rl.online.records import CHECK, DRAWS
 
 RUN = {

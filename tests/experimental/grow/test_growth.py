@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.grow.test_families import save_random
+from tests.experimental.grow.test_families import save_random
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.grow import checkpoint, grow
-from treewise.grow.configuration import layer_sources
-from treewise.grow.growth import largest_difference
+from treewise.experimental.grow import checkpoint, grow
+from treewise.experimental.grow.configuration import layer_sources
+from treewise.experimental.grow.growth import largest_difference
 
 
 def test_the_output_is_a_checkpoint_of_transformers(tmp_path: Path) -> None:

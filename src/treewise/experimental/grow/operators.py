@@ -24,9 +24,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.grow.configuration import Growth
-from treewise.grow.growth_plan import GrowthPlan
-from treewise.grow.widening import LAYER, Role, repeat_blocks, role_of, widened
+from treewise.experimental.grow.configuration import Growth
+from treewise.experimental.grow.growth_plan import GrowthPlan
+from treewise.experimental.grow.widening import LAYER, Role, repeat_blocks, role_of, widened
 from treewise.objectives import SFT
 
 HIDDEN = "hidden"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise.errors import DataError
-from treewise.rl.curriculum.self_check import (
+from treewise.experimental.gain.self_check import (
     CheckReport,
     check_signals,
     correlation,

@@ -8,14 +8,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.grow.checkpoint import GrownTensor, SmallCheckpoint
-from treewise.grow.configuration import (
+from treewise.experimental.grow.checkpoint import GrownTensor, SmallCheckpoint
+from treewise.experimental.grow.configuration import (
     Growth,
     grown_configuration,
     layer_sources,
     refuse_configuration,
 )
-from treewise.grow.widening import LAYER, Role, TensorRole, Widening, role_of, widened
+from treewise.experimental.grow.widening import LAYER, Role, TensorRole, Widening, role_of, widened
 
 POST_NORM = "post_feedforward_layernorm"  # a layer that has it normalises the results of its branches, not their inputs
 BRANCH_NORMS = ("post_attention_layernorm", POST_NORM)

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.grow.checkpoint import SmallCheckpoint, copy_companions, new_checkpoint, write_tensors
-from treewise.grow.configuration import MANGO, Growth
-from treewise.grow.growth_plan import GrowthPlan, plan_of
-from treewise.grow.operators import trained_operator
+from treewise.experimental.grow.checkpoint import SmallCheckpoint, copy_companions, new_checkpoint, write_tensors
+from treewise.experimental.grow.configuration import MANGO, Growth
+from treewise.experimental.grow.growth_plan import GrowthPlan, plan_of
+from treewise.experimental.grow.operators import trained_operator
 from treewise.tree import Forest
 
 logger = logging.getLogger("treewise")
@@ -85,7 +85,7 @@ def grow(
     steps, the small model frozen, before the large weights are made from it; logits change.
 
     Parameters:
-        source, output: folders. The others: as of `treewise.grow.configuration.Growth`.
+        source, output: folders. The others: as of `treewise.experimental.grow.configuration.Growth`.
 
     Raises:
         UnsupportedModelError: a family, field or tensor that no rule covers (named), or logits that did not stay.

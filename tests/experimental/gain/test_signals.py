@@ -6,7 +6,7 @@ import torch
 
 from treewise import TreeEngine
 from treewise.errors import DataError
-from treewise.rl.curriculum.signals import angles_of, gradient_norms, num_shared_tokens
+from treewise.experimental.gain.signals import angles_of, gradient_norms, num_shared_tokens
 from treewise.testing import tiny_model
 from treewise.tree.trajectory import Trajectory
 

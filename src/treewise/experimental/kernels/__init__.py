@@ -1,0 +1,1 @@
+"""Kernels of attention that no GPU has run yet."""
