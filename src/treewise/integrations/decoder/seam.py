@@ -132,7 +132,8 @@ class DecoderSeam:
         self._before_call()
         self.head.give(None)
         if self._batches.together is not None:
-            self._ask_model_once()
+            with self.paused():
+                self._batches.together.ask_once(self._batches.rules)
         asked, self._asked = self._asked, ((), {})
         arguments: dict[str, Any] = {}
 
@@ -160,12 +161,6 @@ class DecoderSeam:
         computed = with_less_memory(compute, self._batches.engine.budget, rows.forest.num_tokens)
         self._batches.count(rows, len(arguments["input_ids"]), computed)
         return self._output(rows, arguments, *(next(iter(values.values())) for values in computed.values))
-
-    def _ask_model_once(self) -> None:
-        """What forwards of a few tokens show of a model is asked on all ranks at once."""
-        with self.paused():
-            self._batches.rules.is_relative()
-            self._batches.rules.cuts_rows()
 
     def _gradients_if_any(self) -> AbstractContextManager[Any]:
         """No gradients where nothing is trained, as with adapters switched off; each row has none then, either."""
