@@ -105,23 +105,27 @@ class OthersShards:
             yield
 
     @contextmanager
-    def within_backward(self) -> Iterator[None]:
-        """Within a backward of the model: inside, walks over the decoder gather layers as outside of any backward."""
+    def within_backward(self, walked: nn.Module) -> Iterator[None]:
+        """Within a backward of the model: inside, walks gather layers as outside of any backward.
+
+        walked: what walks call, the decoder or a part of it.
+        """
         # One that has a head in it, too, is in the middle of its own backward.
         others = [unit._get_fsdp_state() for unit in self.around]  # noqa: SLF001
         states = {id(state): state for state in (unit._get_fsdp_state() for unit in self.layers)}.values()  # noqa: SLF001
-        own = [state for state in states if state not in others]
+        # One that no forward has reached has nothing of what units share.
+        own = [each for each in states if each not in others and hasattr(each._comm_ctx, "post_forward_order")]  # noqa: SLF001
         with ExitStack() as ending:
             for shared in {id(state._state_ctx): state._state_ctx for state in own}.values():  # noqa: SLF001
                 ending.enter_context(_ended_by(shared, [state for state in own if state._state_ctx is shared]))  # noqa: SLF001
-            ending.enter_context(self._freed_after_forward(own))
+            ending.enter_context(self._freed_after_forward(walked, own))
             yield
 
     @contextmanager
-    def _freed_after_forward(self, states: list[Any]) -> Iterator[None]:
+    def _freed_after_forward(self, walked: nn.Module, states: list[Any]) -> Iterator[None]:
         """Inside, a layer is whole during its own forward and backward alone; a recomputation is in the latter."""
         units = [unit for unit in self.layers if unit._get_fsdp_state() in states]  # noqa: SLF001
-        if is_compiled(self._decoder):  # hooks would have layers compiled once more
+        if is_compiled(walked):  # hooks would have layers compiled once more
             yield
             return
         is_forward = False
@@ -138,7 +142,7 @@ class OthersShards:
             if is_forward:
                 unit.reshard()
 
-        hooks = [self._decoder.register_forward_pre_hook(begin), self._decoder.register_forward_hook(end)]
+        hooks = [walked.register_forward_pre_hook(begin), walked.register_forward_hook(end)]
         hooks += [unit.register_forward_hook(free) for unit in units]
         try:
             yield

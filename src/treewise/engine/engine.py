@@ -587,7 +587,9 @@ class TreeEngine:
         program that sharded the model. exchange: see `enable_lockstep`."""
         guests: list[Guest] = []
         self._lockstep = features.lockstep.Lockstep(
-            exchange, lambda plan: Walk(self.lm, plan, self.implementation, guests), self._shards.within_backward
+            exchange,
+            lambda plan: Walk(self.lm, plan, self.implementation, guests),
+            partial(self._shards.within_backward, self.lm.decoder),
         )
         guests.append(self._lockstep)
         try:

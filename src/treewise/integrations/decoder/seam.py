@@ -183,7 +183,8 @@ class DecoderSeam:
         more: dict[str, Any] = {}
         if routers is not None:
             routers = RowsAndPadding.apply(routers, is_together) if has_padding else routers
-            more["router_logits"] = GatheredRows.apply(routers, place).unbind(1)
+            logits = GatheredRows.apply(routers, place).unbind(1)
+            more["router_logits"] = tuple(each.clone() for each in logits) if is_together else logits  # no views
         config: Any = self.model.config.get_text_config()
         if not torch.is_grad_enabled() and getattr(config, "use_cache", False) and "use_cache" not in arguments:
             more |= {name: NotComputed(_NO_CACHE) for name in CACHES}
