@@ -42,7 +42,7 @@ HOSTS = {
     # Its DPO needs TRL 0.24, which imports on transformers 5.2 alone of the releases from 5 on.
     "llamafactory": Host(
         "llamafactory",
-        ("sft", "sft_lora", "dpo"),
+        ("sft", "sft_packed", "sft_lora", "dpo"),
         asked=("llamafactory==0.9.5", "transformers==5.2.0", "trl==0.24.0"),
         instead=(TORCH, VISION),
         shown=("llamafactory",),

@@ -80,7 +80,7 @@ PRIVATE_NAMES = {
     # Of units of FSDP2, whose hooks walks within a backward of others tell apart, and whose end they tell it.
     "_get_fsdp_state": "torch.distributed.fsdp:FSDPModule",
     **dict.fromkeys(
-        ("_state_ctx", "_comm_ctx", "_training_state", "_mp_policy", "_device"),
+        ("_state_ctx", "_comm_ctx", "_mp_policy", "_device", "_root_post_backward_final_callback"),
         "torch.distributed.fsdp._fully_shard._fsdp_state",
     ),
     "_models": "accelerate.accelerator",  # which models an accelerator has prepared

@@ -33,7 +33,7 @@ def shards_of(model: nn.Module, decoder: nn.Module) -> "OthersShards | None":
                 f"the model is sharded by FSDP1 ({type(module).__name__}), whose wrappers stand between the layers; "
                 "use FSDP2: fully_shard, or fsdp_version 2 (`version` in transformers' fsdp_config)."
             )
-    units: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         return None
     for name, parameter in model.named_parameters():
@@ -63,9 +63,9 @@ class OthersShards:
     decoder: whose forward is called inside of the model's.
     """
 
-    def __init__(self, units: list[FSDPModule], decoder: nn.Module) -> None:
+    def __init__(self, units: list[Any], decoder: nn.Module) -> None:
         inside = {id(module) for module in decoder.modules() if module is not decoder}
-        self._decoder, self.units = decoder, list[Any](units)
+        self._decoder, self.units = decoder, units
         self.layers: list[Any] = [unit for unit in units if id(unit) in inside]
         self.around: list[Any] = [unit for unit in units if id(unit) not in inside]
 
@@ -95,6 +95,8 @@ class OthersShards:
         """Within a forward of the model: inside, the modules around the layers are whole, and are called without hooks
         of FSDP2, which a second forward would have free them in the middle of the first one."""
         with ExitStack() as ending:
+            for unit in self.layers:  # a probe puts back what it took, where layers may have stayed whole since
+                ending.callback(unit.reshard)
             for unit in self.around:
                 unit.unshard()
                 if not any(module is self._decoder for module in unit.modules()):
@@ -103,22 +105,27 @@ class OthersShards:
             yield
 
     @contextmanager
-    def within_backward(self) -> Iterator[None]:
-        """Within a backward of the model: inside, walks over the decoder gather layers as outside of any backward."""
+    def within_backward(self, walked: nn.Module) -> Iterator[None]:
+        """Within a backward of the model: inside, walks gather layers as outside of any backward.
+
+        walked: what walks call, the decoder or a part of it.
+        """
+        # One that has a head in it, too, is in the middle of its own backward.
+        others = [unit._get_fsdp_state() for unit in self.around]  # noqa: SLF001
         states = {id(state): state for state in (unit._get_fsdp_state() for unit in self.layers)}.values()  # noqa: SLF001
-        # Others are in the middle of their own backward: one that has a head in it, too.
-        own = [state for state in states if state._training_state.name == "IDLE"]  # noqa: SLF001
+        # One that no forward has reached has nothing of what units share.
+        own = [each for each in states if each not in others and hasattr(each._comm_ctx, "post_forward_order")]  # noqa: SLF001
         with ExitStack() as ending:
             for shared in {id(state._state_ctx): state._state_ctx for state in own}.values():  # noqa: SLF001
                 ending.enter_context(_ended_by(shared, [state for state in own if state._state_ctx is shared]))  # noqa: SLF001
-            ending.enter_context(self._freed_after_forward(own))
+            ending.enter_context(self._freed_after_forward(walked, own))
             yield
 
     @contextmanager
-    def _freed_after_forward(self, states: list[Any]) -> Iterator[None]:
+    def _freed_after_forward(self, walked: nn.Module, states: list[Any]) -> Iterator[None]:
         """Inside, a layer is whole during its own forward and backward alone; a recomputation is in the latter."""
         units = [unit for unit in self.layers if unit._get_fsdp_state() in states]  # noqa: SLF001
-        if is_compiled(self._decoder):  # hooks would have layers compiled once more
+        if is_compiled(walked):  # hooks would have layers compiled once more
             yield
             return
         is_forward = False
@@ -135,7 +142,7 @@ class OthersShards:
             if is_forward:
                 unit.reshard()
 
-        hooks = [self._decoder.register_forward_pre_hook(begin), self._decoder.register_forward_hook(end)]
+        hooks = [walked.register_forward_pre_hook(begin), walked.register_forward_hook(end)]
         hooks += [unit.register_forward_hook(free) for unit in units]
         try:
             yield
@@ -148,11 +155,15 @@ class OthersShards:
 def _ended_by(shared: Any, states: list[Any]) -> Iterator[None]:
     """Inside, a backward ends with some units alone, as if they were all; that around it ends with the others.
 
+    What it did to these units is ended first: those of a later call are through, as autograd takes later calls first.
+
     shared: what all units under one root share.
     """
     order = states[0]._comm_ctx.post_forward_order  # noqa: SLF001
     before = shared.all_states, shared.post_backward_final_callback_queued, [*order]
-    shared.all_states, shared.post_backward_final_callback_queued = states, False
+    shared.all_states = states
+    states[0]._root_post_backward_final_callback()  # noqa: SLF001
+    shared.post_backward_final_callback_queued = False
     try:
         yield
     finally:

@@ -595,7 +595,8 @@ class TreeEngine:
     def inside_lockstep(self, exchange: Callable[[str], list[str]]) -> Iterator[None]:
         """Inside, `values` run in lockstep with the other ranks, and so does their backward, later, within that of the
         program that sharded the model. exchange: see `enable_lockstep`."""
-        self._lockstep = self._new_lockstep(exchange, self._shards.within_backward)
+        within = partial(self._shards.within_backward, self.lm.decoder)
+        self._lockstep = self._new_lockstep(exchange, within)
         try:
             yield
         finally:

@@ -191,7 +191,8 @@ class Walk:
         with ExitStack() as around:
             if not self.has_one_root:
                 around.enter_context(self._one_head())
-                around.enter_context(sparse_embedding_gradients(self.lm.decoder.get_input_embeddings()))
+                if self.within_backward is None:  # whose hooks take gradients of one kind
+                    around.enter_context(sparse_embedding_gradients(self.lm.decoder.get_input_embeddings()))
                 for guest in self.guests:
                     around.enter_context(guest.training())
             passes: Iterable[Pass] = self.plan.schedule

@@ -6,6 +6,7 @@ rows without the line are the oracle.
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import treewise as tw
@@ -14,6 +15,22 @@ from treewise.errors import UnsupportedModelError
 from treewise.testing.oracle import gradient_error, gradients_of
 
 TEMPERATURE = 0.7
+
+
+def test_rows_with_adapters_of_their_own_are_left():
+    """PEFT's `adapter_names`, whose hooks stay on adapters for the call alone."""
+    kind = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(model_of(), kind, "one")
+    model.add_adapter("two", kind)
+    model.double().eval()
+    batch = padded()
+    names = ["one", "two", "__base__", *["two"] * (len(batch["input_ids"]) - 3)]
+    expected = model(**batch, adapter_names=names).logits
+    sharing = tw.share_prefixes(model)
+    assert torch.equal(model(**batch, adapter_names=names).logits, expected)
+    assert sharing.counts.left == {"adapter_names gives rows adapters of their own (PEFT)": 1}
+    model(**batch)
+    assert (sharing.counts.num_calls, sharing.counts.num_left) == (1, 1)
 
 
 def scored_later(logits, ids):

@@ -43,6 +43,7 @@ CASES = {
         "options": {"reshard_after_forward": True},
     },
     "as accelerate does, two calls a backward": {"units": "embedding tail", "num_calls": 2, "budget": BUDGET},
+    "one call in passes, one whole, in a backward": {"num_calls": 2, "last_rows": ROWS[:3], "budget": BUDGET},
     "tied, accumulated, scored in between": {
         "units": "tail",
         "changes": {"tie_word_embeddings": True},
@@ -137,7 +138,10 @@ def loop(case, line):
                 losses.append(model(**rows_of(rank, number + 1)).loss)
         model.set_requires_gradient_sync(number == num_backwards - 1)
         calls = range(number, number + case.get("num_calls", 1))
-        parts = [loss_of(model, rows_of(rank, each), reads_logits=case.get("reads_logits")) for each in calls]
+        batches = [rows_of(rank, each) for each in calls]
+        if "last_rows" in case:
+            batches[-1] = padded("right", case["last_rows"])
+        parts = [loss_of(model, each, reads_logits=case.get("reads_logits")) for each in batches]
         sum(parts).backward()
         losses += parts
     return [each.item() for each in losses], gradients_of(model), sharing, most[0]
@@ -158,7 +162,8 @@ def compared(case):
 
 def drawn():
     """Of drawn rows: the larger error of loss and gradient."""
-    rank, (own, tree), errors = torch.distributed.get_rank(), (sharded(model_of()), sharded(model_of())), []
+    rank, errors = torch.distributed.get_rank(), []
+    own, tree = (sharded(model_of(), "head") for _ in range(2))
     sharing = tw.share_prefixes(tree, min_ratio=0)
     for seed in range(6):
         rows, budget = drawn_rows(seed)
@@ -207,8 +212,9 @@ def steps_of_accelerate(line):
 
 def left():
     """Rank 1 has documents in its mask: both leave the call to the model. Later calls are shared."""
-    rank, (own, tree) = torch.distributed.get_rank(), (sharded(model_of()), sharded(model_of()))
-    sharing, errors = tw.share_prefixes(tree, max_tokens=BUDGET), []
+    rank, errors = torch.distributed.get_rank(), []
+    own, tree = (sharded(model_of(), "decoder") for _ in range(2))
+    sharing = tw.share_prefixes(tree, max_tokens=BUDGET)
     for number in range(2):
         rows = rows_of(rank, number)
         rows["attention_mask"] *= 1 + (rank == 1 and number == 0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from treewise.distributed import ranks
 from treewise.distributed.others_shards import OthersShards
 from treewise.engine.engine import TreeEngine
+from treewise.integrations.batches.batch_forest import RowRules
 from treewise.nn.gradient_hooks import refuse_hooks
 from treewise.tree.forest import Forest
 
@@ -22,8 +23,17 @@ class Together:
     def __init__(self, engine: TreeEngine, shards: OthersShards) -> None:
         self._engine, self.shards = engine, shards
         self.num_cut = 0
+        self._has_asked = False
         self._is_cut = self._is_checked = False
         engine.walk_inside(shards)
+
+    def ask_once(self, rules: RowRules) -> None:
+        """What forwards of a few tokens show of a model is asked on all ranks at once, before any call needs it."""
+        if not self._has_asked:
+            with self.shards.ends_whole():
+                rules.is_relative()
+                rules.cuts_rows()
+            self._has_asked = True
 
     def completed(self, offer: "Offer", forest: Forest) -> "Offer":
         """The same with whether this rank's trees take several passes, and the model has been checked as it is.

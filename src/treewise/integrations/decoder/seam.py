@@ -133,7 +133,8 @@ class DecoderSeam:
         self._before_call()
         self.head.give(None)
         if self._batches.together is not None:
-            self._ask_model_once()
+            with self.paused():
+                self._batches.together.ask_once(self._batches.rules)
         asked, self._asked = self._asked, ((), {})
         arguments: dict[str, Any] = {}
 
@@ -162,12 +163,6 @@ class DecoderSeam:
         self._batches.count(rows, len(arguments["input_ids"]), computed)
         return self._output(rows, arguments, *(next(iter(values.values())) for values in computed.values))
 
-    def _ask_model_once(self) -> None:
-        """What forwards of a few tokens show of a model is asked on all ranks at once."""
-        with self.paused():
-            self._batches.rules.is_relative()
-            self._batches.rules.cuts_rows()
-
     def _gradients_if_any(self) -> AbstractContextManager[Any]:
         """No gradients where nothing is trained, as with adapters switched off; each row has none then, either."""
         is_trained = any(each.requires_grad for each in self.model.parameters())
@@ -189,7 +184,8 @@ class DecoderSeam:
         more: dict[str, Any] = {}
         if routers is not None:
             routers = RowsAndPadding.apply(routers, is_together) if has_padding else routers
-            more["router_logits"] = GatheredRows.apply(routers, place).unbind(1)
+            logits = GatheredRows.apply(routers, place).unbind(1)
+            more["router_logits"] = tuple(each.clone() for each in logits) if is_together else logits  # no views
         config: Any = self.model.config.get_text_config()
         if not torch.is_grad_enabled() and getattr(config, "use_cache", False) and "use_cache" not in arguments:
             more |= {name: NotComputed(_NO_CACHE) for name in CACHES}
