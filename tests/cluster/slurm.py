@@ -106,7 +106,7 @@ def sbatch(words: list[str]) -> int:
             given[name] = value
     given["nodes"] = int(str(given["nodes"]))
     if not Path(str(given["output"])).parent.is_dir():
-        return 0  # Slurm drops such a job without a word
+        return 0  # Slurm drops such a job silently
     (folder / "job.json").write_text(json.dumps(given))
     (folder / "job.sh").write_text(script)
     print("Submitted batch job 41")

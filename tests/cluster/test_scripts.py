@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -188,6 +189,15 @@ def test_a_node_that_does_not_see_the_folder_says_so(launched: Callable[..., Scr
     job.slurm.start()
     assert job.slurm.wait(60) == 2
     assert re.search(r"n\d does not see .*run\.yaml: each node has to see", job.log())
+
+
+def test_a_port_that_is_taken_is_named(launched: Callable[..., Scripted]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        job = launched("--nodes", "2", "--port", str(port), model="model", data="rows.jsonl")
+        job.until(lambda: f"port {port} of n0 is taken: give another by --port" in job.log())
+        (job.folder / "end").write_text("1\n")  # of torchrun on n1, which finds no other
+        assert job.slurm.wait(60) == 2
 
 
 def test_a_second_job_takes_other_ports(launched: Callable[..., Scripted]) -> None:

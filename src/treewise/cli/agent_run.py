@@ -18,16 +18,20 @@ NEEDED = ("starlette", "uvicorn", "httpx")
 
 
 def settings_of(config: RunConfig) -> "AgentSettings":
-    """Raises `ConfigError` for a setting that is unknown, or beyond its limits."""
+    """Raises `ConfigError` for a setting that is unknown, beyond its limits, or contradicts another."""
     from treewise.rl.agents.settings import AgentSettings
 
     types, given = typing.get_type_hints(AgentSettings), dict(config.more.get("agent_settings") or {})
     for name in given:
         if name not in types:
             raise ConfigError(f"unknown setting agent_settings.{name}.{did_you_mean(str(name), types, '')}")
-    return AgentSettings(
-        **{name: coerce(f"agent_settings.{name}", value, types[name]) for name, value in given.items()}
-    )
+    own = AgentSettings(**{name: coerce(f"agent_settings.{name}", value, types[name]) for name, value in given.items()})
+    if own.episodes is not None and "tokens_per_iteration" in config.more:
+        raise ConfigError(
+            "tokens_per_iteration decides how many episodes there are with agent_settings.episodes: null alone; leave "
+            "one of them out."
+        )
+    return own
 
 
 def collector_of(
@@ -47,11 +51,6 @@ def collector_of(
     from treewise.rl.agents.collecting import AgentCollector
 
     own = settings_of(config)
-    if own.episodes is not None and "tokens_per_iteration" in config.more:
-        raise ConfigError(
-            "tokens_per_iteration decides how many episodes there are with agent_settings.episodes: null alone; leave "
-            "one of them out."
-        )
     given = (config.more["agent"], tokenizer, model, task, settings, own)
     return AgentCollector(*given, temperature=arguments.temperature, folder=Path(arguments.output_dir))
 

@@ -122,12 +122,19 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
             print(f"model saved to {arguments.output_dir}")
 
 
+def loop_values(config: RunConfig) -> dict[str, Any]:
+    """What the configuration gives of the fields of `OnlineSettings`."""
+    from treewise.rl.online.settings import OnlineSettings
+
+    names = {field.name for field in fields(OnlineSettings)}
+    return {name: value for name, value in config.more.items() if name in names and value is not None}
+
+
 def _settings(config: RunConfig, objective: "Objective") -> "OnlineSettings":
     from treewise.rl.online.settings import OnlineSettings
     from treewise.rl.update import method_of
 
-    names = {field.name for field in fields(OnlineSettings)}
-    values = {name: value for name, value in config.more.items() if name in names and value is not None}
+    values = loop_values(config)
     values["advantages"] = method_of(objective, values.get("advantages"), (), values.get("advantages_settings"))
     return OnlineSettings(**values)
 

@@ -69,6 +69,19 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
             r"names servers that are there \(http://a:1/v1\)",
         ),
         (ONLINE, (), {"nodes": 2, "server_nodes": 1, "server_command": "serve {model}"}, r"has no \{port\}"),
+        (ONLINE + "iterations: 0\n", (), {"nodes": 2, "server_nodes": 1}, r"iterations"),
+        (
+            ONLINE + "agent: my.py:run\ntokens_per_iteration: 9\n",
+            (),
+            {"nodes": 2, "server_nodes": 1},
+            r"tokens_per_iteration decides how many episodes",
+        ),
+        (
+            ONLINE + "agent: my.py:run\nagent_settings: {episods: 9}\n",
+            (),
+            {"nodes": 2, "server_nodes": 1},
+            r"unknown setting agent_settings.episods. Did you mean 'episodes'",
+        ),
         (ONLINE.replace("my-model", "x.gguf"), (), {"nodes": 2, "server_nodes": 1}, r"model x.gguf: servers load"),
     ],
 )

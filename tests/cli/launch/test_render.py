@@ -241,7 +241,7 @@ def test_a_pod_has_the_role_of_its_index(tmp_path: Path) -> None:
     assert given.rdzv_conf == "is_host=false"
     assert given.training_script_args[1] == "/launch/run.yaml"
     assert "http://treewise-first-2.treewise-first:29501/v1" in given.training_script_args
-    servers = started(script, JOB_COMPLETION_INDEX="3")
+    servers = started(script, JOB_COMPLETION_INDEX="2")  # the first of them
     assert len(servers) == 8
     assert {each[:3] == ["vllm", "serve", "my-model"] for each in servers} == {True}
 

@@ -12,6 +12,7 @@ from tests.rl.online.helpers import digest
 from tests.rl.samplers.stand_in import StandIn, asked_of, largest_gap, running
 from tests.rl.samplers.test_servers import REQUEST, sampler_on, server, trained  # noqa: F401 - a fixture
 from treewise.errors import ConfigError, SamplerError
+from treewise.rl.samplers import server_weights
 from treewise.rl.samplers.server_weights import whole_weights
 from treewise.testing import tiny_model
 
@@ -106,6 +107,22 @@ def test_a_cache_that_is_held_is_emptied_as_soon_as_it_is_free(server: StandIn) 
     server.on_reset_prefix_cache = lambda _: (200, {"success": answers.pop(0)})  # type: ignore[method-assign]
     with sampler_on(server, weights="reload") as sampler:
         sampler.update(trained())
+    assert not answers
+
+
+def test_a_server_that_came_back_may_be_busy_with_other_ranks_as_long_as_it_may_be_away(
+    server: StandIn,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each process of a run gives it the weights, while others sample already."""
+    with sampler_on(server, weights="reload", patience_seconds=60.0) as sampler:
+        sampler.update(trained())
+        server.start_anew()
+        sampler.servers[0].was_away = True
+        monkeypatch.setattr(server_weights, "BUSY_SECONDS", 0.0)
+        answers = [False, False, True]
+        server.on_reset_prefix_cache = lambda _: (200, {"success": answers.pop(0)})  # type: ignore[method-assign]
+        sampler.sample([REQUEST])
     assert not answers
 
 

@@ -57,7 +57,7 @@ def _words(args: argparse.Namespace, settings: LaunchSettings, path: str | None)
 
 
 def _make_logs(folder: Path) -> None:
-    """Before the job: sbatch gives a job whose folder of logs is missing up without a word."""
+    """Before the job: Slurm drops a job silently whose folder of logs is missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

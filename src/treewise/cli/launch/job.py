@@ -10,7 +10,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from treewise.base import features
-from treewise.cli import keys, online_run, training_run
+from treewise.cli import agent_run, keys, online_run, training_run
 from treewise.cli.aliases import ALIASES
 from treewise.cli.config import RunConfig, parse_flags, read_config
 from treewise.cli.launch.settings import LaunchSettings, Scheduler
@@ -142,7 +142,17 @@ def run_of(path: str, overrides: Sequence[str]) -> tuple[str, RunConfig]:
         command, config = "train", read_config(path, overrides, keys.TRAIN)
     one_process = {key: value for key, value in config.training.items() if key not in _SIZES}
     training_run.training_arguments(replace(config, training=one_process))  # sizes: `check_ranks`
+    if "tasks" in given:
+        _check_online(config)
     return command, config
+
+
+def _check_online(config: RunConfig) -> None:
+    from treewise.rl.online.settings import OnlineSettings  # slow to import
+
+    OnlineSettings(**online_run.loop_values(config))
+    if config.more.get("agent") is not None:
+        agent_run.settings_of(config)
 
 
 def _is_of_rollouts(given: Mapping[str, Any]) -> bool:

@@ -31,7 +31,7 @@ class Server:
         self.was_away = False
         self.num_trees = 0
         self._client = client
-        self._patience = patience_seconds
+        self.patience_seconds = patience_seconds
         self._told = -math.inf  # when it was named last
         self._telling = threading.Lock()
 
@@ -56,7 +56,7 @@ class Server:
         """
         import httpx
 
-        began, delay = time.monotonic(), min(0.5, self._patience / 8)
+        began, delay = time.monotonic(), min(0.5, self.patience_seconds / 8)
         while True:
             try:
                 if before is not None:
@@ -65,15 +65,15 @@ class Server:
             except httpx.HTTPStatusError as error:
                 status, waited = error.response.status_code, time.monotonic() - began
                 why = f"the server answers {status}: {printable(error.response.text[:300])}"
-                if status not in retried or waited > self._patience:
+                if status not in retried or waited > self.patience_seconds:
                     refusal = SamplerError(f"{self.url}{path}: {why}")
                     refusal.status = status
                     raise refusal from error
             except httpx.TransportError as error:
                 waited = time.monotonic() - began
                 why = f"no answer ({type(error).__name__}: {printable(error)})"
-                if waited > self._patience:
-                    away = SamplerError(f"{self.url}{path}: {why} for {self._patience:g} s.")
+                if waited > self.patience_seconds:
+                    away = SamplerError(f"{self.url}{path}: {why} for {self.patience_seconds:g} s.")
                     away.is_away = True
                     raise away from error
             pause = random.uniform(0.0, delay)  # not all of them at once
@@ -92,7 +92,7 @@ class Server:
             if began + waited < self._told + TELL_AGAIN_SECONDS:
                 return
             self._told = began + waited
-        logger.warning("%s: %s; it is asked again for %g s (patience_seconds)", self.url, why, self._patience)
+        logger.warning("%s: %s; it is asked again for %g s (patience_seconds)", self.url, why, self.patience_seconds)
 
     def start(self) -> str | None:
         """What tells one start of the server from another: the time of its start, out of vLLM's metrics. None where it

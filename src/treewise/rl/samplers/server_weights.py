@@ -101,7 +101,7 @@ class Handover:
                     "run once the server is back, and go on with --resume, which hands them over again."
                 )
             return held
-        self._load(server, held)
+        self._load(server, held, server.patience_seconds)  # other processes of the run may sample, and wait in the end
         return replace(held, starts={**held.starts, server.url: server.start()})
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class Handover:
             self._folder.mkdir(parents=True)
         return self._folder
 
-    def _load(self, server: Server, held: Held) -> None:
+    def _load(self, server: Server, held: Held, busy_seconds: float | None = None) -> None:
         if held.adapter is not None:
             needed = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank"
             asked = {"lora_name": held.adapter, "lora_path": held.folder}
@@ -165,7 +165,7 @@ class Handover:
         else:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": held.folder}}
             _told(server, "/collective_rpc", reload, "VLLM_SERVER_DEV_MODE=1")
-            _told(server, "/reset_prefix_cache", {}, "VLLM_SERVER_DEV_MODE=1")
+            _told(server, "/reset_prefix_cache", {}, "VLLM_SERVER_DEV_MODE=1", busy_seconds)
 
     def _unload(self, server: Server, adapter: str) -> None:
         try:
@@ -174,9 +174,9 @@ class Handover:
             return
 
 
-def _told(server: Server, path: str, payload: Any, needed: str) -> None:
-    """Posts a change. Raises `SamplerError` where the server does not take it, also after `BUSY_SECONDS`."""
-    end = time.monotonic() + BUSY_SECONDS
+def _told(server: Server, path: str, payload: Any, needed: str, busy_seconds: float | None = None) -> None:
+    """Posts a change. Raises `SamplerError` where the server does not take it, also after it was busy so long."""
+    end = time.monotonic() + (BUSY_SECONDS if busy_seconds is None else busy_seconds)
     while True:
         try:
             answer = server.call(path, payload, retried=())
