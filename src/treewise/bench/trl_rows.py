@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,16 @@ from treewise.nn.wrapped import weight_of
 from treewise.tree.trajectory import Trajectory
 
 Sample = dict[str, Any]
+
+
+class TreeRow(Protocol):
+    """What is read of TRL's."""
+
+    def add(self, sample: Sample) -> None: ...
+    def fits(self, sample: Sample, max_tokens: int) -> bool: ...
+    def pack(self) -> dict[str, torch.Tensor]: ...
+
+
 _STREAMS = ("input_ids", "completion_mask", "old_log_probs")
 
 
@@ -109,7 +119,7 @@ class TrlRows:
 
     def _require_support(self, sample: Sample) -> None:
         """Two tokens through the decoder, so that errors of others are raised now and not in the first step."""
-        row = self.packing.TreeRow()
+        row: TreeRow = self.packing.TreeRow()
         row.add({name: value[:2] if name in _STREAMS else value for name, value in sample.items()})
         try:
             with torch.no_grad(), self._running():
@@ -131,8 +141,8 @@ class TrlRows:
         ).last_hidden_state[0]
         return hidden
 
-    def _rows(self, samples: Sequence[Sample], max_tokens: int | None) -> list[Any]:
-        rows: list[Any] = []
+    def _rows(self, samples: Sequence[Sample], max_tokens: int | None) -> list[TreeRow]:
+        rows: list[TreeRow] = []
         for sample in samples:
             length = len(sample["input_ids"])
             if max_tokens is not None and length > max_tokens:

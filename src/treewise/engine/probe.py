@@ -495,7 +495,7 @@ def _check_head(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
     hook = lm.decoder.register_forward_hook(enlarge)
     try:
         with observe_masks() as observations, uncompiled(lm.model):
-            own = lm.model(input_ids=tokens, use_cache=False).logits[0]
+            own: Tensor = lm.model(input_ids=tokens, use_cache=False).logits[0]
     finally:
         hook.remove()
     modules = set(lm.decoder.modules())

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treewise.base.progress import tell_progress
 from treewise.base.shapes import Bool, Context, Float, Int
@@ -282,16 +282,19 @@ class _TreeValues(torch.autograd.Function):
                 "weights were changed between the forward and the backward of values on a tree, which the backward "
                 "computes again. Call backward before the optimizer's step."
             )
-        walk, tensors = ctx.walk, iter(grads)
-        grads_of = [{name: next(tensors) for name in reader.names} for reader in ctx.readers]
-        came: list[Tensor | None] = [None] * len(ctx.trained)
+        walk: Walk = ctx.walk
+        readers: Sequence[Reader] = ctx.readers
+        trained: Sequence[nn.Parameter] = ctx.trained
+        tensors = iter(grads)
+        grads_of = [{name: next(tensors) for name in reader.names} for reader in readers]
+        came: list[Tensor | None] = [None] * len(trained)
         if any(grad is not None for grad in grads):
             is_handed_on = walk.within_backward is None
             around = gradients_restored(walk.lm.model) if is_handed_on else walk.within_backward()
             with around, torch.enable_grad(), ctx.autocast.again():
-                walk.train(_loss_with_gradients(ctx.readers, grads_of))
-                came = [each.grad for each in ctx.trained]
-        spare_hooks_no_gradient(each for each, grad in zip(ctx.trained, came, strict=True) if grad is None)
+                walk.train(_loss_with_gradients(readers, grads_of))
+                came = [each.grad for each in trained]
+        spare_hooks_no_gradient(each for each, grad in zip(trained, came, strict=True) if grad is None)
         return None, None, None, *came
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from treewise.base.hub import reachable
 from treewise.base.own_files import read_own, sealed, unsealed
@@ -60,7 +60,15 @@ logger = logging.getLogger("treewise")
 _SEAL = "treewise.json"  # hashes of the files of a kept folder
 
 
-def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") -> tuple[Any, Any]:
+class _Saved(Protocol):
+    """A configuration or a tokenizer."""
+
+    name_or_path: str
+
+    def save_pretrained(self, folder: str, /) -> object: ...
+
+
+def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") -> "tuple[PreTrainedModel, object]":
     """A causal language model and its tokenizer or processor (None where the model's folder has none).
 
     Parameters:
@@ -116,7 +124,7 @@ def load_weights(
         check_saved(Path(folder))
         _check_described(Path(folder))
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    load: Callable[..., Any]
+    load: Callable[..., tuple[PreTrainedModel, dict[str, Any]]]
     if load_on_mesh is not None:
         if file is not None or bits is not None:
             raise ConfigError(f"{name}: tp_size and ep_size need a folder of safetensors, unquantised; save one first.")
@@ -199,7 +207,7 @@ def _with_saved_tokens(config: "PreTrainedConfig", adapters: Path) -> "PreTraine
     from treewise.nn.model_flops import auto_class
 
     with torch.device("meta"):
-        shapes = auto_class(config).from_config(config, trust_remote_code=False)
+        shapes: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     num_tokens = num_saved_tokens(shapes, adapters)
     if num_tokens is not None:
         config.get_text_config().vocab_size = num_tokens
@@ -246,7 +254,9 @@ def _check_described(folder: Path) -> None:
     from treewise.nn.model_flops import auto_class
 
     with named_errors(str(folder)), torch.device("meta"):
-        model = auto_class(load_config(str(folder))).from_config(load_config(str(folder)), trust_remote_code=False)
+        model: PreTrainedModel = auto_class(load_config(str(folder))).from_config(
+            load_config(str(folder)), trust_remote_code=False
+        )
     num_described = sum(parameter.numel() for parameter in model.parameters())
     if num_described > MOST_DESCRIBED * num_values:
         raise ConfigError(
@@ -256,7 +266,12 @@ def _check_described(folder: Path) -> None:
 
 
 def _kept(
-    name: str, folder: str, gguf_file: str | None, kind: Any, what: str, read: Callable[..., Any] | None = None
+    name: str,
+    folder: str,
+    gguf_file: str | None,
+    kind: Any,
+    what: str,
+    read: Callable[..., "_Saved"] | None = None,
 ) -> Any:
     """What transformers' `kind` reads, with the part of a GGUF file kept as a folder of JSON under `$TREEWISE_CACHE`.
 
@@ -267,9 +282,10 @@ def _kept(
     import transformers
 
     options = _gguf_options(gguf_file)
+    read_folder: Callable[[str], _Saved] = partial(kind.from_pretrained, trust_remote_code=False)
     if gguf_file is None:
         with named_errors(name, what):
-            return kind.from_pretrained(folder, trust_remote_code=False)
+            return read_folder(folder)
     file = Path(folder) / gguf_file
     facts = [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns, transformers.__version__, kind.__name__]
     kept = place_in_cache("gguf", facts)
@@ -283,7 +299,7 @@ def _kept(
                 shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
         else:
             with named_errors(str(kept), what):
-                value = kind.from_pretrained(str(kept), trust_remote_code=False)
+                value = read_folder(str(kept))
                 value.name_or_path = folder
                 return value
     with named_errors(name, what), _quiet():
@@ -292,7 +308,7 @@ def _kept(
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=cache) as made, _quiet():
             value.save_pretrained(f"{made}/first")
-            again = kind.from_pretrained(f"{made}/first", trust_remote_code=False)
+            again = read_folder(f"{made}/first")
             again.save_pretrained(f"{made}/second")
             first, second = (
                 {each.name: each.read_bytes() for each in Path(made, order).iterdir()} for order in ("first", "second")
@@ -338,7 +354,9 @@ def load_shapes(
 
     config = load_config(name, gguf_file)
     with named_errors(name), torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=False, dtype=getattr(torch, dtype))
+        model: PreTrainedModel = auto_class(config).from_config(
+            config, trust_remote_code=False, dtype=getattr(torch, dtype)
+        )
         adapters = adapter_folder(name)
         if adapters is not None:
             from peft import get_peft_model

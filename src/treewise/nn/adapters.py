@@ -118,11 +118,11 @@ def _refuse_unknown_names(model: "nn.Module", settings: "LoraConfig") -> None:
 
 def _refuse_unknown_tokens(model: "nn.Module", settings: Any) -> None:
     """Raises `ConfigError` for trained tokens that a table does not have, or that are named twice."""
-    from treewise.nn.wrapped import num_embeddings, weight_of
+    from treewise.nn.wrapped import named_modules, num_embeddings, weight_of
 
     given = getattr(settings, "trainable_token_indices", None) or ()
     for name, indices in given.items() if isinstance(given, Mapping) else (("", given),):
-        tables = [each for path, each in model.named_modules() if name and f".{path}".endswith(f".{name}")]
+        tables = [each for path, each in named_modules(model) if name and f".{path}".endswith(f".{name}")]
         num_tokens = weight_of(tables[0]).shape[0] if tables else num_embeddings(model)
         odd = [index for index in indices if not 0 <= index < num_tokens]
         odd += [index for index, count in Counter(indices).items() if count > 1]
@@ -135,7 +135,9 @@ def _refuse_unknown_tokens(model: "nn.Module", settings: Any) -> None:
 
 def _module_names(model: "nn.Module") -> str:
     """The modules with weights, by the last parts of their paths, as a sentence."""
-    names = dict.fromkeys(path.rpartition(".")[2] for path, each in model.named_modules() if hasattr(each, "weight"))
+    from treewise.nn.wrapped import named_modules
+
+    names = dict.fromkeys(path.rpartition(".")[2] for path, each in named_modules(model) if hasattr(each, "weight"))
     return f"There are {', '.join(names)}."
 
 
@@ -261,8 +263,10 @@ def saved_tables(model: "PreTrainedModel", shapes: Mapping[str, Sequence[int]]) 
 
 def tables_of(model: "PreTrainedModel") -> "dict[str, nn.Module]":
     """The modules of the embeddings and the head, by path."""
+    from treewise.nn.wrapped import named_modules
+
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return {path: module for path, module in model.named_modules() if any(module is table for table in tables)}
+    return {path: module for path, module in named_modules(model) if any(module is table for table in tables)}
 
 
 def parted_table(model: "PreTrainedModel") -> str | None:
@@ -296,15 +300,16 @@ def warn_of_parted_tables(model: "nn.Module") -> None:
         )
 
 
-def _adapter_of(table: Any) -> int | None:
+def _adapter_of(table: "nn.Module") -> int | None:
     """What stands for the active adapters of a table: equal where they are the same; None without any."""
     if getattr(table, "disable_adapters", False) or getattr(table, "merged", False):
         return None
-    tokens = getattr(table, "token_adapter", table)
-    if hasattr(tokens, "trainable_tokens_delta"):
-        return id(tokens.trainable_tokens_delta)
-    if hasattr(table, "modules_to_save"):
-        return hash(tuple(id(copy.weight) for copy in table.modules_to_save.values()))
+    delta: object = getattr(getattr(table, "token_adapter", table), "trainable_tokens_delta", None)
+    if delta is not None:
+        return id(delta)
+    copies: nn.ModuleDict | None = getattr(table, "modules_to_save", None)
+    if copies is not None:
+        return hash(tuple(id(copy.weight) for copy in copies.values()))
     return id(table) if hasattr(table, "base_layer") else None
 
 

@@ -89,6 +89,7 @@ class EdgeValues(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, edge_row, column, is_own, lse, entropy = ctx.saved_tensors
         wide = lse.dtype
+        head: Head = ctx.head
         if logprob_grad is None:
             logprob_grad = torch.zeros(len(column), dtype=wide, device=hidden.device)
         if not ctx.with_entropy:
@@ -97,13 +98,14 @@ class EdgeValues(torch.autograd.Function):
         if is_own is not None:
             logprob_grad = torch.where(is_own, logprob_grad, 0)
         cast_weight = weight.to(hidden.dtype)
-        gradients = ChunkGradients(ctx.head, hidden, ctx.needs_input_grad, wide)
+        gradients = ChunkGradients(head, hidden, ctx.needs_input_grad, wide)
         kept, ctx.kept.logits = ctx.kept.logits, None
-        factor = ctx.head.scale / ctx.head.temperature
-        for (start, end), (low, high) in reversed(ctx.bounds):
+        factor = head.scale / head.temperature
+        bounds: list[Bounds] = ctx.bounds
+        for (start, end), (low, high) in reversed(bounds):
             slope: torch.Tensor | float | None
             if kept is None:
-                logits, slope = project(hidden[start:end], cast_weight, bias, wide, ctx.head, with_slope=True)
+                logits, slope = project(hidden[start:end], cast_weight, bias, wide, head, with_slope=True)
             else:  # of a head without a softcap
                 logits, slope, kept = kept, None if factor == 1.0 else factor, None
             entropies = None
@@ -114,6 +116,6 @@ class EdgeValues(torch.autograd.Function):
             del logits, slope  # a chunk, which the next turn and products in half precision need not find alive
             gradients.add(grad, cast_weight, start, end)
             del grad
-        if ctx.head.shard is not None and gradients.hidden is not None:
-            ctx.head.shard.add_up(gradients.hidden)
+        if head.shard is not None and gradients.hidden is not None:
+            head.shard.add_up(gradients.hidden)
         return gradients.hidden, *gradients.of_head(), None, None, None, None

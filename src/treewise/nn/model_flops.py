@@ -33,7 +33,7 @@ def flop_model(model: nn.Module) -> FlopModel:
     config = base.config.get_text_config()
     decoder = base if config is base.config else base.get_decoder()
     per_token = {id(each) for each in decoder.parameters()}
-    head = base.get_output_embeddings()
+    head: nn.Module | None = base.get_output_embeddings()
     head_modules = set(head.modules()) if head is not None else set()
     # Of a layer, and how many of them a token visits; 1 and 1 in a dense model.
     num_experts = int(next((getattr(config, each) for each in EXPERT_COUNTS if getattr(config, each, None)), 1))
@@ -51,8 +51,9 @@ def flop_model(model: nn.Module) -> FlopModel:
         backward += flops * (2 if parameter.requires_grad else 1)
         activations += (num_visited if is_expert else part) * sum(parameter.shape[-2:])
     norms = sum(_norm_width(module, name, config) for name, module in named_modules(decoder))
-    head_flops = 2.0 * head.weight.numel() if head is not None else 0.0
-    is_head_trained = head is not None and head.weight.requires_grad
+    head_weight = None if head is None else weight_of(head)
+    head_flops = 0.0 if head_weight is None else 2.0 * head_weight.numel()
+    is_head_trained = head_weight is not None and head_weight.requires_grad
     pairs: Counter[LayerReach] = Counter()
     for reach in _layer_reaches(config):
         heads, _, key_size, value_size = head_sizes(config)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -26,6 +26,38 @@ from treewise.errors import ConfigError, DataError, did_you_mean, pip_install
 
 HUB_SYNTAX = "'hf:org/name[split]', or with a configuration 'hf:org/name:config[split]'"
 _HUB_NAME = re.compile(r"hf:(?P<name>[^\[\]:\s]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>.+)\])?")
+
+
+class Dataset(Protocol):
+    """What is read of data sets of `datasets`; an `IterableDataset` lacks what tells a size."""
+
+    features: Any  # of datasets' own classes; None where a stream has none
+    format: Mapping[str, object]
+    num_rows: int
+    data: "HasSize"
+    epoch: int
+
+    def with_format(self, kind: str | None) -> "Dataset": ...
+    def iter(self, *, batch_size: int) -> Iterator[pa.Table]: ...
+    def cast(self, features: object) -> "Dataset": ...
+    def set_epoch(self, epoch: int) -> None: ...
+    def __iter__(self) -> Iterator[Mapping[str, object]]: ...
+
+
+class HasSize(Protocol):
+    """Its table."""
+
+    num_rows: int
+    nbytes: int
+
+
+class Frame(Protocol):
+    """What is read of a data frame of pandas."""
+
+    dtypes: Mapping[object, object]
+    columns: Iterable[object]
+
+    def itertuples(self, *, index: bool, name: None) -> Iterable[tuple[object, ...]]: ...
 
 
 def opened(data: Any) -> Source:
@@ -121,7 +153,7 @@ def _datasets(text: str) -> ModuleType:
     return datasets
 
 
-def _of_dataset(data: Any, name: str) -> Source:
+def _of_dataset(data: Dataset, name: str) -> Source:
     features = data.features.to_dict() if data.features else {}
     if not hasattr(data, "num_rows"):  # an IterableDataset: its size is not known before its end
         return Source(name, lambda: _stream_records(data, features, name))
@@ -141,7 +173,7 @@ def _of_dataset(data: Any, name: str) -> Source:
     return Source(name, records, num_bytes=num_bytes, identity=identity)
 
 
-def _stream_records(data: Any, features: Mapping[str, Any], name: str) -> Iterator[RawRecord]:
+def _stream_records(data: Dataset, features: Mapping[str, Any], name: str) -> Iterator[RawRecord]:
     """Rows of an `IterableDataset`. Its JSON columns are read as they are stored, as far as it still has that."""
     stream = data.with_format(None)
     mends = mends_of(data.features.arrow_schema, features, name, StoredJson.of_stream) if features else {}
@@ -196,7 +228,7 @@ def _open_arrow_file(path: Path) -> Source:
     return _of_table(table, str(path), facts.st_size, path, f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}")
 
 
-def _frame_records(frame: Any) -> Iterator[RawRecord]:
+def _frame_records(frame: Frame) -> Iterator[RawRecord]:
     """Rows of a data frame; NaN, NaT and None in a cell stand for an absent field, as pandas writes them."""
 
     def is_there(value: object) -> bool:

@@ -123,7 +123,9 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, key_grad: torch.Tensor, value_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ranks, call, kept = ctx.ranks, ctx.call, ctx.ranks.read.gateway
+        ranks: ContextExchange = ctx.ranks
+        call: LayerCall = ctx.call
+        kept = ranks.read.gateway
         del kept.keys[call], kept.values[call]  # attention's backward has read them
         wide = torch.promote_types(key_grad.dtype, torch.float32)
         num_sent = (len(ranks.bounds) - 1) * ranks.num_padded

@@ -542,6 +542,7 @@ class _Answer(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[None, ...]:
         (numbers_T,) = ctx.saved_tensors
-        window, round_, function, numbers = ctx.of
+        answered: tuple[Window, int, Function | Scores, np.ndarray] = ctx.of
+        window, round_, function, numbers = answered
         window.record(round_, function, numbers, numbers_T, grads)
         return (None,) * (3 + len(grads))

@@ -227,8 +227,9 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[None, ...]:
-        parts = grad.split([len(index) for _, index in ctx.reads])
-        for (gateway, index), part in zip(ctx.reads, parts, strict=True):
+        reads: Sequence[tuple[Gateway, torch.Tensor]] = ctx.reads
+        parts = grad.split([len(index) for _, index in reads])
+        for (gateway, index), part in zip(reads, parts, strict=True):
             gateway.add_state_gradients(ctx.name, index, part)
         return (None,) * len(ctx.needs_input_grad)
 
@@ -243,5 +244,6 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
-        states = ctx.gateway.state_grads.get(ctx.name)
+        gateway: Gateway = ctx.gateway
+        states = gateway.state_grads.get(ctx.name)
         return grad, None if states is None else states.to(ctx.device, non_blocking=True).to(ctx.dtype), None, None

@@ -1,8 +1,34 @@
 """What an agent's calls were, as an online run leaves them: a tree of each episode, sharing, what forks cost."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
+
+CallLine = TypedDict(
+    "CallLine",
+    {
+        "from": int | None,
+        "model": str,
+        "is_trained": bool,
+        "new_tokens": int,
+        "again_tokens": int,
+        "tokens": Sequence[int],
+        "fork": str | None,
+        "rewards": Sequence[float | None],
+        "text": str,
+        "replies": Sequence[str],
+    },
+)  # what `rl.agents.calls` writes of a call
+
+
+class EpisodeLine(TypedDict):
+    """What it writes of an episode."""
+
+    task: str
+    reward: float | None
+    failure: str | None
+    calls: list[CallLine]
+
 
 MAX_EPISODES = 12  # that are shown of an iteration
 MAX_CALLS = 2_000  # of all of them together
@@ -62,7 +88,7 @@ class AgentReport:
 
 
 def agent_report(
-    iteration: int, lines: Sequence[Mapping[str, Any]], call_ratio: float, share_ratio: float, leaf_ratio: float
+    iteration: int, lines: Sequence[EpisodeLine], call_ratio: float, share_ratio: float, leaf_ratio: float
 ) -> AgentReport:
     """Of the lines of an iteration's calls. Those that forked most are shown first."""
     forks: dict[str, tuple[int, int]] = {}
@@ -89,8 +115,9 @@ def agent_report(
     )
 
 
-def parsed_line(line: dict[str, Any]) -> dict[str, Any]:
+def parsed_line(found: Any) -> EpisodeLine:
     """A line that is one of an episode. Raises what Python does where it is not."""
+    line: EpisodeLine = found
     calls = line["calls"]
     for number, call in enumerate(calls):
         assert call["from"] is None or 0 <= call["from"] < number, f"call {number} goes on from {call['from']}"
@@ -99,11 +126,11 @@ def parsed_line(line: dict[str, Any]) -> dict[str, Any]:
     return {"calls": calls, "task": str(line["task"]), "reward": line["reward"], "failure": line["failure"]}
 
 
-def _forks(call: Mapping[str, Any]) -> int:
+def _forks(call: CallLine) -> int:
     return int(call["fork"] is not None and call["fork"] not in HARMLESS)
 
 
-def _episode(line: Mapping[str, Any]) -> AgentEpisode:
+def _episode(line: EpisodeLine) -> AgentEpisode:
     calls, below = line["calls"], dict[int | None, list[int]]()
     for number, call in enumerate(calls):
         below.setdefault(call["from"], []).append(number)
@@ -125,7 +152,7 @@ def _episode(line: Mapping[str, Any]) -> AgentEpisode:
     return AgentEpisode(line["task"], line["reward"], line["failure"], len(calls), chains)
 
 
-def _call(number: int, call: Mapping[str, Any], branches: tuple[tuple[AgentCall, ...], ...]) -> AgentCall:
+def _call(number: int, call: CallLine, branches: tuple[tuple[AgentCall, ...], ...]) -> AgentCall:
     return AgentCall(
         number,
         str(call["model"]),

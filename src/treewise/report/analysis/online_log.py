@@ -13,7 +13,7 @@ import numpy as np
 from treewise.advantages import segment_values
 from treewise.base.own_files import damage, read_own, unsealed
 from treewise.errors import DataError
-from treewise.report.analysis.agent_calls import AgentReport, agent_report, parsed_line
+from treewise.report.analysis.agent_calls import AgentReport, EpisodeLine, agent_report, parsed_line
 from treewise.report.analysis.facts import sum_facts, tree_facts
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -178,7 +178,7 @@ def _agent(run: Path) -> AgentReport | None:
     files = _files(run / CALLS)
     if not files:
         return None
-    lines = list[dict[str, Any]]()
+    lines = list[EpisodeLine]()
 
     def take(line: dict[str, Any]) -> None:
         lines.append(parsed_line(line))

@@ -245,6 +245,8 @@ def memory_chart(drawn: DrawnPlan) -> Chart | None:
     facts = drawn.facts
     if facts.bytes_weights is None or facts.bytes_activations is None or facts.bytes_per_gateway_token is None:
         return None
+    gateways: np.ndarray
+    live: np.ndarray
     gateways, live = np.array([*drawn.timeline, drawn.timeline[-1]], dtype=float).T
     per_live = facts.bytes_activations / max(1, facts.peak_live_tokens)
     always = facts.bytes_weights + (facts.bytes_images or 0)

@@ -9,7 +9,7 @@ A server returns no entropies. Where they are asked for, its most likely log-pro
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -23,6 +23,28 @@ MAX_EXPERT = np.iinfo(np.int16).max
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 
 Tops = Sequence[dict[int, float]]
+
+
+class _Logprobs(TypedDict, total=False):
+    tokens: list[object]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float]] | None
+
+
+class _Choice(TypedDict, total=False):
+    logprobs: _Logprobs
+    prompt_logprobs: list[dict[str, dict[str, float]]]
+    token_ids: list[int | None] | None
+    finish_reason: str
+    stop_reason: object
+    routed_experts: object
+
+
+class Answer(TypedDict, total=False):
+    """The JSON of a server, as far as it is read; what is missing or of another form is found where it is read."""
+
+    choices: list[_Choice]
+    prompt_routed_experts: object
 
 
 def refuse_unanswerable(request: SampleRequest, logprobs_mode: str) -> None:
@@ -95,7 +117,7 @@ def question_of_scores(request: SampleRequest, completion: Completion, model: st
     return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
 
 
-def scored(answer: Any, request: SampleRequest, completion: Completion, location: str) -> Completion:
+def scored(answer: Answer, request: SampleRequest, completion: Completion, location: str) -> Completion:
     """A completion with the log-probs of an answer to `question_of_scores`. Raises `RequestRefusedError`."""
     num_prefix, ids = len(request.prefix_ids), completion.token_ids.tolist()
     try:
@@ -109,7 +131,7 @@ def scored(answer: Any, request: SampleRequest, completion: Completion, location
     return replace(completion, logprobs=np.array(values, dtype=np.float32))
 
 
-def _parsed(answer: Any, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:
+def _parsed(answer: Answer, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:
     try:
         choice = answer["choices"][0]
         logprobs = choice["logprobs"]
@@ -120,17 +142,19 @@ def _parsed(answer: Any, num_top: int, location: str) -> tuple[list[int], list[f
             f"{location}: the answer has no choices[0].logprobs with tokens and token_logprobs; the server must return "
             "the log-prob of every sampled token."
         ) from None
-    ids = choice.get("token_ids")
-    if ids is None:
-        ids = [_token_id(name) for name in names]
-    if any(token is None for token in ids):
+    found = choice.get("token_ids")
+    if found is None:
+        found = [_token_id(name) for name in names]
+    ids = [token for token in found if token is not None]
+    if len(ids) < len(found):
         raise SamplerError(
             f"{location}: the server returns text and no token ids, and text cannot be tokenised back exactly; use one "
             "that honours return_token_ids (vLLM 0.10.2 or later) or return_tokens_as_token_ids."
         )
-    if not num_top or not logprobs.get("top_logprobs"):
+    listed = logprobs.get("top_logprobs")
+    if not num_top or not listed:
         return ids, values, None
-    named = [{_token_id(name): value for name, value in top.items()} for top in logprobs["top_logprobs"]]
+    named = [{_token_id(name): value for name, value in top.items()} for top in listed]
     tops = [{token: value for token, value in top.items() if token is not None} for top in named]
     if any(None in top for top in named):
         raise SamplerError(f"{location}: top_logprobs are keyed by text; return_tokens_as_token_ids is not honoured.")
@@ -142,7 +166,7 @@ def _token_id(name: object) -> int | None:
     return int(digits) if str(name).startswith("token_id:") and digits.isdigit() else None
 
 
-def answered(answer: Any, request: SampleRequest, num_top: int, location: str) -> Completion:
+def answered(answer: Answer, request: SampleRequest, num_top: int, location: str) -> Completion:
     """A completion from the JSON of a server, cut after the first stop condition.
 
     Raises:
@@ -193,14 +217,14 @@ def answered(answer: Any, request: SampleRequest, num_top: int, location: str) -
     )
 
 
-def _is_stopped_by_text(answer: Any, request: SampleRequest) -> bool:
+def _is_stopped_by_text(answer: Answer, request: SampleRequest) -> bool:
     """Whether the server says that one of the request's texts ended it; it may decode ids otherwise than we do."""
     choice = answer["choices"][0]
     stops = request.stop_texts if isinstance(request, TextStops) else ()
     return choice.get("finish_reason") == "stop" and choice.get("stop_reason") in stops
 
 
-def _routes(answer: Any, num_prefix: int, num_sampled: int, location: str) -> np.ndarray:
+def _routes(answer: Answer, num_prefix: int, num_sampled: int, location: str) -> np.ndarray:
     """int16 [prefix and completion, or without the last token, L, k], the experts that vLLM returns: of a completion in
     `choices[0].routed_experts`, of its prompt beside the choices in `prompt_routed_experts`; older ones of both in the
     former.

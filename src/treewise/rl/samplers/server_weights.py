@@ -197,21 +197,23 @@ def save_adapter(model: "AdaptedModel", folder: Path) -> None:
 
     name = model.active_adapter
     model.peft_config[name].save_pretrained(str(folder))
-    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    state = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+    own: dict[str, torch.Tensor]
+    own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    state = {key: tensor.detach().cpu().contiguous() for key, tensor in own.items()}
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def save_whole(model: Any, folder: Path, *, merged: bool = True) -> None:
+def save_whole(model: nn.Module, folder: Path, *, merged: bool = True) -> None:
     """The model as `save_pretrained` writes it, adapters merged into it, or left out."""
+    base = base_model(model)
     if not hasattr(model, "peft_config"):
-        model.save_pretrained(folder)
+        base.save_pretrained(folder)
         return
     state = {name: tensor.to("cpu", copy=True) for name, tensor in whole_weights(model, merged=merged)}
-    model.get_base_model().save_pretrained(folder, state_dict=state)
+    base.save_pretrained(folder, state_dict=state)
 
 
-def whole_weights(model: Any, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors as a server's model has them, tied ones once; adapters merged, or left out. A layer is merged
     while its tensors are out, and gets its own bits back: W + BA - BA is not W. Raises `ConfigError` for an adapter on
     one of two layers that share their weights.
@@ -220,7 +222,8 @@ def whole_weights(model: Any, *, merged: bool = True) -> Iterator[tuple[str, tor
     if has_adapters and merged:
         _refuse_tied(base_model(model))
     known: set[int] = set()
-    for name, tensor in _below("", model.get_base_model() if has_adapters else model, merged if has_adapters else None):
+    inner = base_model(model) if has_adapters else model
+    for name, tensor in _below("", inner, merged if has_adapters else None):
         if id(tensor) not in known:
             known.add(id(tensor))
             yield name, tensor.detach()
@@ -246,7 +249,7 @@ def _refuse_tied(base: PreTrainedModel) -> None:
             )
 
 
-def _below(prefix: str, module: Any, merged: bool | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _below(prefix: str, module: nn.Module, merged: bool | None) -> Iterator[tuple[str, torch.Tensor]]:
     """merged: None where there are no adapters to look for."""
     if merged is not None:
         from peft.tuners.tuners_utils import BaseTunerLayer

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -59,6 +59,18 @@ def load_optimizer(folder: Path, optimizer: Optimizer, model: nn.Module) -> None
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+class Listing(TypedDict, total=False):
+    """`optimizer.json`. shapes: of each tensor its shape, its dtype and a checksum. without_state: parameters that were
+    never trained."""
+
+    kind: str
+    state: dict[str, dict[str, Any]]
+    shapes: dict[str, list[Any]]
+    groups: object
+    rest: object
+    without_state: list[str]
+
+
 def _content(folder: Path) -> tuple[OptimizerState, dict[str, Any]]:
     """`optimizer.json` with tensors that have a shape and a dtype alone, and their checksums. Its parts agree: each
     entry of a parameter is a value, or refers to the tensor of its own name, which is listed; no other tensor is; every
@@ -66,7 +78,7 @@ def _content(folder: Path) -> tuple[OptimizerState, dict[str, Any]]:
     """
     path = folder / f"{OPTIMIZER}.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content: Listing = json.loads(path.read_text(encoding="utf-8"))
         referred = set()
         for name, each in content["state"].items():
             for entry, value in each.items():

@@ -112,7 +112,7 @@ def refuse_unsaved(model: "AdaptedModel") -> None:
     """Raises `ConfigError` for parameters that are trained beside the adapters of a model: PEFT saves these alone."""
     from peft import get_peft_model_state_dict
 
-    states = [
+    states: list[dict[str, torch.Tensor]] = [
         get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in model.peft_config
     ]
     saved = {tensor.data_ptr() for state in states for tensor in state.values()}
@@ -152,7 +152,7 @@ def _refuse_lost_rows(model: "AdaptedModel") -> None:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT, that it saves tables
-        state = get_peft_model_state_dict(model)
+        state: dict[str, torch.Tensor] = get_peft_model_state_dict(model)
     saved = features.adapters.saved_tables(base_model(model), {key: each.shape for key, each in state.items()})
     held = {id(weight_of(tables[path])) for path in saved}
     lost = [path for path, each in tables.items() if id(weight_of(each)) not in held]
@@ -252,8 +252,10 @@ def _load_adapters(model: nn.Module, folders: dict[str, Path]) -> None:
     for name, own in folders.items():
         if not (own / "adapter_model.safetensors").is_file():
             raise CheckpointError(f"holds no adapter {name!r}.")
-        state = load_peft_weights(str(own), device="cpu")
-        wanted = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        state: dict[str, torch.Tensor] = load_peft_weights(str(own), device="cpu")
+        wanted: dict[str, torch.Tensor] = get_peft_model_state_dict(
+            model, adapter_name=name, save_embedding_layers=False
+        )
         _check_complete(
             sorted(key for key, each in wanted.items() if key not in state or state[key].shape != each.shape)
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import verifiers.v1 as vf
@@ -10,6 +10,15 @@ import verifiers.v1 as vf
 from treewise.errors import TaskError
 from treewise.rl.tasks.calls import described
 from treewise.rl.tasks.of_others.verifiers_env.policy import NoFurtherTurnError, Seat
+from treewise.rl.tasks.of_others.verifiers_env.protocol import (
+    Environment,
+    Message,
+    Session,
+    Task,
+    ToolCall,
+    Toolset,
+    Trace,
+)
 from treewise.rl.tasks.of_others.verifiers_env.tools import EPISODE, Tools
 
 
@@ -20,9 +29,9 @@ class PlayedEpisode:
     carried out, by id. over: why no turn follows. error: why there is no reward.
     """
 
-    def __init__(self, env: Any, task: Any, shared: list[Any]) -> None:
-        self.traces: list[Any] = []
-        self.session: Any = None
+    def __init__(self, env: Environment, task: Task, shared: list[Toolset]) -> None:
+        self.traces: list[Trace] = []
+        self.session: Session | None = None
         self.tools, self.num_known, self.over = Tools(shared), 0, ""
         self.news: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.turns: asyncio.Queue[Any] = asyncio.Queue()
@@ -30,7 +39,7 @@ class PlayedEpisode:
         self.error = ""
         self._played = asyncio.create_task(self._play(env, task))
 
-    async def _play(self, env: Any, task: Any) -> None:
+    async def _play(self, env: Environment, task: Task) -> None:
         EPISODE.set(self)
         about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         episode, agents = vf.Episode(env=vf.EnvInfo(id=env.config.env_id), task=about), vf.Agents(env.config, Seat)
@@ -43,20 +52,25 @@ class PlayedEpisode:
             self.error = self.error or described(error)
         self.news.put_nowait({"messages": [], "done": True})
 
-    async def sampled(self, messages: list[Any]) -> tuple[Any, str, Any]:
+    async def sampled(self, messages: Sequence[Message]) -> tuple[Message, str, object]:
         """The turn that follows further messages: message, why it ended, and its tokens."""
         if not self.over:
             told = [_plain(message) for message in messages]
             self.news.put_nowait({"messages": told, "done": False, "tools": self.tools.schemas})
         turn = None if self.over else await self.turns.get()
         if turn is None:
-            self.session.trace.stop(self.over)
+            if self.session is not None:
+                self.session.trace.stop(self.over)
             raise NoFurtherTurnError
         given = {f"{self.num_known}.{number}": call for number, call in enumerate(turn["tool_calls"])}
         self.problems |= {key: call["problem"] for key, call in given.items()}
-        calls = [vf.ToolCall(id=k, name=v["name"], arguments=json.dumps(v["arguments"])) for k, v in given.items()]
+        calls: list[ToolCall] = [
+            vf.ToolCall(id=k, name=v["name"], arguments=json.dumps(v["arguments"])) for k, v in given.items()
+        ]
         thought = turn.get("reasoning_content") or turn.get("thinking")
-        message = vf.AssistantMessage(content=turn["content"], reasoning_content=thought, tool_calls=calls or None)
+        message: Message = vf.AssistantMessage(
+            content=turn["content"], reasoning_content=thought, tool_calls=calls or None
+        )
         before, sampled = turn["num_tokens"]
         finish = "length" if self.over else "tool_calls" if calls else "stop"
         return message, finish, vf.Usage(prompt_tokens=before, completion_tokens=sampled)
@@ -77,7 +91,7 @@ class PlayedEpisode:
         self.turns.put_nowait(message)
         return await self.news.get()
 
-    async def answer(self, call: Any) -> Any:
+    async def answer(self, call: ToolCall) -> Message:
         """The message that answers a call."""
         return await self.tools.answer(call, self.problems[call.id])
 
@@ -110,7 +124,7 @@ class PlayedEpisode:
         await asyncio.gather(self._played, return_exceptions=True)
 
 
-def _plain(message: Any) -> dict[str, Any]:
+def _plain(message: Message) -> dict[str, Any]:
     """A message as chat templates take it."""
     told = message.model_dump(include={"role", "content", "name", "reasoning_content"}, exclude_none=True)
     if isinstance(message.content, list):

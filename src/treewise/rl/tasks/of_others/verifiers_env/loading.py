@@ -19,20 +19,21 @@ from verifiers.v1.utils.decorators import discover_decorated
 
 from treewise.errors import ConfigError
 from treewise.rl.tasks.of_others.verifiers_env.policy import TurnLoop
+from treewise.rl.tasks.of_others.verifiers_env.protocol import AgentConfig, Environment, EnvironmentConfig, Task
 
 NEVER = 1e9  # seconds: the package counts the time of the sampler as the agent's
 
 
 def loaded(
-    name: str, num_tasks: int, runtime: Any, env: Mapping[str, Any], taskset: Mapping[str, Any]
-) -> tuple[Any, list[Any]]:
+    name: str, num_tasks: int, runtime: object, env: Mapping[str, Any], taskset: Mapping[str, Any]
+) -> tuple[Environment, list[Task]]:
     """The environment of a taskset, and its first tasks. env, taskset: fields of the two configurations.
 
     Raises:
         ConfigError: there is none, or the loop does not serve it.
     """
     config = _config({**env, "taskset": {"id": name, **taskset}}, name)
-    seats = agent_config_fields(config)
+    seats: Mapping[str, AgentConfig] = agent_config_fields(config)
     problems = [f"has several agents ({', '.join(seats)})"] * (len(seats) != 1)
     for role, seat in seats.items():
         harness = seat.harness.id if seat.harness else vf.default_harness_id(name)
@@ -44,10 +45,11 @@ def loaded(
         update = {key: getattr(own, key) for key in ("runtime", "harness", "model", "retries")}
         update["timeout"] = seat.timeout.model_copy(update={"rollout": NEVER})
         config = config.model_copy(update={role: seat.model_copy(update=update)})
-    found: Any = vf.load_environment(config)
+    found: Environment = vf.load_environment(config)
     tasks = list(found.taskset.take(num_tasks))
     problems += [] if tasks else ["has no tasks"]
-    ((_, seat), *_) = agent_config_fields(config).items()
+    seats = agent_config_fields(config)
+    seat = next(iter(seats.values()))
     for number, task in enumerate(tasks):
         for problem in _problems(found, seat, task):
             if not any(problem in known for known in problems):
@@ -57,19 +59,20 @@ def loaded(
     return found, tasks
 
 
-def _config(given: Mapping[str, Any], name: str) -> Any:
+def _config(given: Mapping[str, Any], name: str) -> EnvironmentConfig:
     try:
         vf.taskset_config_type(name)
-        return vf.resolve_env_config(dict(given))
+        config: EnvironmentConfig = vf.resolve_env_config(dict(given))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         module, cause = sys.modules.get(name.rpartition("/")[2].replace("-", "_").lower()), error.__cause__
         text = f"{error} ({cause})" if isinstance(cause, ImportError) else str(error)
         is_old = hasattr(module, "load_environment") or "module 'verifiers" in text or "named 'verifiers." in text
         text += f"; it is written for another verifiers than {version('verifiers')}" * is_old
         raise ConfigError(" ".join(text.split())[:700]) from error
+    return config
 
 
-def _problems(env: Any, seat: Any, task: Any) -> Iterator[str]:
+def _problems(env: Environment, seat: AgentConfig, task: Task) -> Iterator[str]:
     """Why a task cannot be served."""
     toolsets = [*env.taskset.toolsets(env.taskset.config), *task.toolsets(task.config)]
     try:
@@ -98,10 +101,11 @@ def _problems(env: Any, seat: Any, task: Any) -> Iterator[str]:
             yield f"judge {judge.reward_name} needs {judge.config.api_key_var} for {host}"
 
 
-def unsandboxed(env: Any, tasks: Sequence[Any]) -> list[str]:
+def unsandboxed(env: Environment, tasks: Sequence[Task]) -> list[str]:
     """What of the tasks runs in a folder of this machine: what gets a runtime where that is `subprocess`."""
     found: dict[str, None] = {}
-    if any(seat.runtime.type != "subprocess" for seat in agent_config_fields(env.config).values()):
+    seats: Mapping[str, AgentConfig] = agent_config_fields(env.config)
+    if any(seat.runtime.type != "subprocess" for seat in seats.values()):
         return []
     for task in {type(task): task for task in tasks}.values():
         hooks = [*task.hooks("metric"), *task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]

@@ -14,6 +14,7 @@ import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.interception import Interception
 
+from treewise.rl.tasks.of_others.verifiers_env.protocol import Message, Session, Task, Trace
 from treewise.rl.tasks.of_others.verifiers_env.tools import EPISODE
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Sessions(Interception):
         """There is nothing to start."""
 
     @asynccontextmanager
-    async def acquire(self, session: Any) -> AsyncIterator[tuple[str, str, str]]:
+    async def acquire(self, session: Session) -> AsyncIterator[tuple[str, str, str]]:
         """See `Interception`."""
         EPISODE.get().session = session
         yield "http://127.0.0.1", "", ""
@@ -44,15 +45,15 @@ class Seat(vf.Agent):
         super().__init__(config, interception=Sessions())
         self.name, self.harness = name, TurnLoop(config.harness)
 
-    async def run(self, task: Any, **given: Any) -> Any:
+    async def run(self, task: Task, **given: object) -> object:
         """See `Agent`."""
         return await super().run(task, **{**given, "on_trace": self._begun})
 
-    def interaction(self, task: Any, **given: Any) -> Any:
+    def interaction(self, task: Task, **given: object) -> object:
         """See `Agent`."""
         return super().interaction(task, **{**given, "on_trace": self._begun})
 
-    def _begun(self, trace: Any) -> None:
+    def _begun(self, trace: Trace) -> None:
         episode = EPISODE.get()
         if episode.traces:
             episode.error = f"the environment runs its {self.name} more than once: an episode is one trajectory"
@@ -68,7 +69,14 @@ class TurnLoop(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     async def launch(
-        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Mapping[str, str], data: Any
+        self,
+        ctx: object,
+        trace: Trace,
+        runtime: object,
+        endpoint: str,
+        secret: str,
+        mcp_urls: Mapping[str, str],
+        data: Any,
     ) -> Any:
         """See `Harness`."""
         del ctx, runtime, endpoint, secret
@@ -76,23 +84,26 @@ class TurnLoop(vf.Harness[vf.HarnessConfig]):
             raise vf.ToolsetError(f"servers of tools ({', '.join(mcp_urls)}) of a task that the environment makes")
         episode = EPISODE.get()
         system, prompt = self.resolve_prompt(data)
-        messages: list[Any] = [vf.SystemMessage(content=system)] if system else []
+        messages: list[Message] = [vf.SystemMessage(content=system)] if system else []
         messages += [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
         try:
             await episode.tools.open(trace.task.data)
             while True:
                 messages.append(await _turn(episode, messages))
-                if not messages[-1].tool_calls:
+                calls = messages[-1].tool_calls
+                if not calls:
                     break
-                messages += [await episode.answer(call) for call in messages[-1].tool_calls]
+                messages += [await episode.answer(call) for call in calls]
         except NoFurtherTurnError:
             pass
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-async def _turn(episode: "PlayedEpisode", messages: Sequence[Any]) -> Any:
+async def _turn(episode: "PlayedEpisode", messages: Sequence[Message]) -> Message:
     """A model call, as the package's interception server makes it of a session."""
-    session, trace = episode.session, episode.session.trace
+    session = episode.session
+    assert session is not None, "an episode begins with its session"
+    trace = session.trace
     if session.stopped or await session.refused() is not None:
         raise NoFurtherTurnError
     request = vf.Request(

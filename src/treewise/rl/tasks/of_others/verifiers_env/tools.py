@@ -18,6 +18,8 @@ from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
 from verifiers.v1.utils.decorators import discover_decorated
 
+from treewise.rl.tasks.of_others.verifiers_env.protocol import Message, ToolCall, Toolset
+
 if TYPE_CHECKING:
     from treewise.rl.tasks.of_others.verifiers_env.episode import PlayedEpisode
 
@@ -34,13 +36,13 @@ class Tools:
         own: toolsets of the task, set up with the first turn. schemas: for the chat template.
     """
 
-    def __init__(self, shared: Sequence[Any]) -> None:
-        self.own: list[Any] = []
+    def __init__(self, shared: Sequence[Toolset]) -> None:
+        self.own: list[Toolset] = []
         self.schemas: list[dict[str, Any]] = []
         self._shared, self._found = shared, dict[str, tuple[MCPServer, str]]()
         self._is_open = False
 
-    async def open(self, data: Any) -> None:
+    async def open(self, data: object) -> None:
         """Sets the task's toolsets up and lists all tools; once.
 
         Raises:
@@ -63,10 +65,10 @@ class Tools:
                 function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
                 self.schemas.append({"type": "function", "function": function})
 
-    async def answer(self, call: Any, problem: str | None) -> Any:
+    async def answer(self, call: ToolCall, problem: str | None) -> Message:
         """The message that answers a call. problem: why it cannot be carried out."""
         if problem is not None:
-            content: Any = str({"error": problem})
+            content: object = str({"error": problem})
         elif call.name not in self._found:
             content = f"error: unknown tool {call.name!r}"
         else:
@@ -77,10 +79,17 @@ class Tools:
             except Exception as error:  # a tool may raise anything, and the model reads it
                 content = str(error)
         told = {"role": "tool", "tool_call_id": call.id, "content": content, "name": call.name}
-        return vf.ToolMessage(**bound_tool_message(told))
+        message: Message = vf.ToolMessage(**bound_tool_message(told))
+        return message
 
 
-def in_this_process(toolset: Any) -> Any:
+def _state() -> object:
+    session = EPISODE.get().session
+    assert session is not None, "an episode begins with its session"
+    return session.trace.state
+
+
+def in_this_process(toolset: Toolset) -> Toolset:
     """A toolset whose state is that of the episode. Its blocking tools run in a thread, one at a time, as its server
     would run them.
     """
@@ -96,7 +105,7 @@ def in_this_process(toolset: Any) -> Any:
 
     tools = [tool.__func__ for tool in discover_decorated(toolset, "tool")]
     blocking = {tool.__name__: offloaded(tool) for tool in tools if not inspect.iscoroutinefunction(tool)}
-    state = {"state": property(lambda _: EPISODE.get().session.trace.state)}
+    state = {"state": property(lambda _: _state())}
     toolset.__class__ = type(kind.__name__, (kind,), {**blocking, **state, "__module__": kind.__module__})
     return toolset
 
@@ -104,7 +113,7 @@ def in_this_process(toolset: Any) -> Any:
 def without_servers(kind: type[Any]) -> type[Any]:
     """A class of tasks whose toolsets go to the episode that asks for them, not to servers."""
 
-    def toolsets(config: Any) -> list[Any]:
+    def toolsets(config: object) -> list[Toolset]:
         episode = EPISODE.get(None)
         if episode is not None and not episode.tools.own:
             episode.tools.own = list(kind.toolsets(config))
