@@ -289,9 +289,12 @@ class _TreeValues(torch.autograd.Function):
         grads_of = [{name: next(tensors) for name in reader.names} for reader in readers]
         came: list[Tensor | None] = [None] * len(trained)
         if any(grad is not None for grad in grads):
-            is_handed_on = walk.within_backward is None
-            around = gradients_restored(walk.lm.model) if is_handed_on else walk.within_backward()
-            with around, torch.enable_grad(), ctx.autocast.again():
+            within = walk.within_backward  # of a program that takes gradients where they are; else they are handed on
+            with (
+                gradients_restored(walk.lm.model) if within is None else within(),
+                torch.enable_grad(),
+                ctx.autocast.again(),
+            ):
                 walk.train(_loss_with_gradients(readers, grads_of))
                 came = [each.grad for each in trained]
         spare_hooks_no_gradient(each for each, grad in zip(trained, came, strict=True) if grad is None)
