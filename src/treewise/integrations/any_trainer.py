@@ -26,12 +26,13 @@ def share_prefixes(
 
     The model is reached where it calls its decoder, which needs no trainer that is known; under TRL 1.16 and later at
     its fused head, besides. Under a loop of accelerate that accumulates gradients, the calls of one step share, too.
+    Where FSDP2 shards the model all processes call this, afterwards, and then compute each call as trees, or none does.
 
     Parameters:
         model: a transformers causal language model, with PEFT, DDP, `torch.compile` and accelerate around it or not; or
             verl's `FSDPEngineWithLMHead`, or a `TrainingWorker` with one.
         max_tokens: tokens that hold activations at a time, as in `TreeEngine`: None for one micro-batch, `auto` to
-            measure. verl cuts its micro-batches itself.
+            measure, but not of a sharded model. verl cuts its micro-batches itself.
         attention: as in `TreeEngine`.
         min_ratio: batches with fewer tokens than this (padding included) for each tree token are left to the model's
             own forward, unless they would exceed `max_tokens`.
