@@ -82,6 +82,17 @@ def test_a_job_that_loses_a_node_begins_again_on_another(whole: Submitted, tmp_p
         assert job.slurm.job("NodeList") == "n[0,2]"
 
 
+def test_a_signal_to_all_processes_of_a_job_saves_it(whole: Submitted, tmp_path: Path) -> None:
+    """As before a preemption: workers get it from Slurm and from torchrun."""
+    with Submitted.sft(tmp_path / "run") as job:
+        job.until_step(2)
+        job.slurm.run("scancel", "--signal=TERM", "1")
+        job.slurm.until(lambda: job.has_ended)
+        assert "finishing the step and saving" in job.logs()
+        assert "again: ending at once" not in job.logs()
+        assert 2 <= job.last_step < jobs.STEPS
+
+
 def test_a_job_that_is_cancelled_ends(whole: Submitted, tmp_path: Path) -> None:
     with Submitted.sft(tmp_path / "run") as job:
         job.until_step(2)

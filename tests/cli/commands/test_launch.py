@@ -81,6 +81,10 @@ def test_on_this_machine_the_job_takes_the_place_of_the_command(folder: Path, mo
 
     monkeypatch.setattr(os, "execvp", take)
     (folder / "run.yaml").write_text(ONLINE)
+    with pytest.raises(ConfigError, match="needs bash and setsid"):
+        main(["launch", "local", "run.yaml", "--nodes", "2", "--server_nodes", "1", "--debug"])
+    for name in ("bash", "setsid"):
+        stand_in(folder, name, "")
     with pytest.raises(SystemExit):
         main(["launch", "local", "run.yaml", "--nodes", "2", "--server_nodes", "1"])
     assert taken[0][:3] == ["bash", "bash", "-c"]

@@ -128,9 +128,10 @@ def test_servers_follow_from_how_they_get_weights(tmp_path: Path) -> None:
     words = " ".join(made.server)
     assert "--logprobs-mode raw_logprobs --tensor-parallel-size 4 --enable-lora --max-lora-rank 16" in words
     assert made.server_environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    made, _ = job(tmp_path, ONLINE + "sampler_settings: {weights: fixed}\n", **nodes, server_args="--max-model-len 8")
+    settings = "sampler_settings: {weights: fixed, api_key: a b}\n"
+    made, _ = job(tmp_path, ONLINE + settings, **nodes, server_args="--max-model-len 8")
     assert made.server[-2:] == ("--max-model-len", "8")
-    assert made.server_environment == {}
+    assert made.server_environment == {"VLLM_API_KEY": "a b"}  # no word of a command, which others of a node see
 
 
 def test_the_run_waits_for_servers_unless_it_says_how_long(tmp_path: Path) -> None:

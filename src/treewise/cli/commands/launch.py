@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     if args.scheduler != "k8s":
         _make_logs(Path(job.logs))
     if args.scheduler == "local":
+        if absent := [each for each in ("bash", "setsid") if shutil.which(each) is None]:
+            raise ConfigError(f"launch local needs {' and '.join(absent)}, as Linux has them; start torchrun yourself.")
         os.execvp("bash", ["bash", "-c", text])  # signals reach it, and its exit code is this command's
     _submit(args.scheduler, text)
     print(f"logs of each role and node: {job.logs}")

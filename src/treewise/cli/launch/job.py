@@ -230,16 +230,19 @@ def _server(config: RunConfig, settings: LaunchSettings) -> tuple[str, ...]:
             rank = int((config.lora or {}).get("r") or 8)
             most = next((each for each in _RANKS if each >= rank), rank)
             words += ["--enable-lora", "--max-lora-rank", str(most)]
-        if given.get("api_key"):
-            words += ["--api-key", str(given["api_key"])]
     words += shlex.split(settings.server_args)
     return tuple(word.replace("{model}", config.model) for word in words)
 
 
 def _server_environment(config: RunConfig) -> dict[str, str]:
-    weights = (config.more.get("sampler_settings") or {}).get("weights", "reload")
-    more = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if weights == "adapter" else {}
-    return {} if weights == "fixed" else {"VLLM_SERVER_DEV_MODE": "1", **more}  # calls by which weights arrive
+    given = config.more.get("sampler_settings") or {}
+    weights = given.get("weights", "reload")
+    found = {} if weights == "fixed" else {"VLLM_SERVER_DEV_MODE": "1"}  # calls by which weights arrive
+    if weights == "adapter":
+        found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if given.get("api_key"):
+        found["VLLM_API_KEY"] = str(given["api_key"])
+    return found
 
 
 # -- what nodes share -------------------------------------------------------------------------------------------------
