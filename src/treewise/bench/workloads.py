@@ -249,7 +249,8 @@ def random_model(name: str, dtype: "torch.dtype", device: "torch.device") -> "Pr
     def num_parameters(num_layers: int) -> int:
         config.num_hidden_layers = num_layers
         with torch.device("meta"):
-            return sum(parameter.numel() for parameter in model_class.from_config(config).parameters())
+            shapes: PreTrainedModel = model_class.from_config(config)
+            return sum(parameter.numel() for parameter in shapes.parameters())
 
     num_layers, free, bytes_each = config.num_hidden_layers, free_bytes(device), 2 * dtype.itemsize  # and its gradient
     if name in CUT_TO_FIT:

@@ -77,12 +77,13 @@ def _own_terms(
     unknown = set(objective.outputs) - {"log_probs", "entropy"}
     if unknown:
         raise ConfigError(f"verify computes log-probs and entropies of flat rows, not {', '.join(sorted(unknown))}.")
-    plain: Any = objective
+    plain = objective
     weighting = getattr(objective, "weighting", "per_trajectory")
     if weighting != "per_trajectory":
         weights = _counted_weights(items, weighting, trees)
         items = [replace(item, loss_weights=weight) for item, weight in zip(items, weights, strict=True)]
-        plain = replace(plain, weighting="per_trajectory")
+        settings: Any = objective  # a dataclass, as all are that weigh
+        plain = replace(settings, weighting="per_trajectory")
     _refuse_joint_tokens(items, objective)
     apart = Forest.concatenate([Forest.from_trajectories([item]) for item in items])
     terms = plain.terms(apart)

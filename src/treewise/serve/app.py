@@ -15,18 +15,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import ExceptionHandler
 from tinker import types
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -42,6 +40,10 @@ from treewise.serve.weights import ServedModel
 from treewise.serve.wire import UNPUBLISHED, named_in, read_call
 from treewise.serve.worker import CALLS, JSON, PATIENCE_SECONDS, QueueFullError, Worker
 from treewise.trainer.run_context import RunLock
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+    from starlette.types import ExceptionHandler
 
 logger = logging.getLogger("treewise")
 WAIT_SECONDS = 20.0
@@ -246,7 +248,7 @@ class Api(Catalog):
         if name is not None and name not in self.settings.names:
             raise DataError(f"base_model={name!r} is not served here; this server has {self.settings.names}.")
 
-    def _check_optimizer(self, config: types.OptimizerConfig | None) -> None:
+    def _check_optimizer(self, config: "types.OptimizerConfig | None") -> None:
         if config is not None and config.type != "adamw":
             raise DataError(f"optimizer {config.type!r} is not implemented; use adamw.")
 
@@ -394,7 +396,7 @@ def _said(error: Exception) -> tuple[int, str]:
     return status, " ".join(text.split()) or type(error).__name__
 
 
-def _given(error: ErrorDetails) -> str:
+def _given(error: "ErrorDetails") -> str:
     if error["type"] == "missing":
         return ""
     return f", not {error['input']!r:.100}" if error["input"] is not None else ", not null, nor NaN, which is sent so"

@@ -4,10 +4,10 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tinker import types
-from tinker.types._pydantic_types.tensor_data import TensorData as SentTensor
 
 from treewise.errors import DataError
 from treewise.rl.samplers.prompt_scores import PromptRequest, prompt_scores
@@ -15,6 +15,9 @@ from treewise.rl.samplers.protocol import Completion, SampleRequest, TextStops
 from treewise.serve.adapter_slots import OwnedWeights
 from treewise.serve.weights import ServedModel
 from treewise.serve.wire import check_cells, check_ids, dense, read_prompt, sample_answer
+
+if TYPE_CHECKING:
+    from tinker.types._pydantic_types.tensor_data import TensorData as SentTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def _stops(
     return ids, texts
 
 
-def _targets(given: SentTensor | None, length: int, vocabulary: int) -> np.ndarray:
+def _targets(given: "SentTensor | None", length: int, vocabulary: int) -> np.ndarray:
     """[length - 1, K] int64, the tokens whose log-probs are asked for; -1 where there is none."""
     if given is None:
         return np.zeros((length - 1, 0), dtype=np.int64)

@@ -4,14 +4,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import SampleRequest, TensorData
-from tinker.types._pydantic_types.tensor_data import TensorData as SentTensor
 
 from treewise.base import features
 from treewise.base.http.bodies import KEPT_ENDS
@@ -20,6 +19,9 @@ from treewise.rl.samplers.protocol import Completion
 from treewise.serve.rows_loss import LossRow, RowsLoss, make_row
 from treewise.serve.weights import ServedModel
 from treewise.tree.images import ImageSpan
+
+if TYPE_CHECKING:
+    from tinker.types._pydantic_types.tensor_data import TensorData as SentTensor
 
 PROTOBUF = "application/x-protobuf"
 UNPUBLISHED = {
@@ -143,7 +145,7 @@ def _tensor(message: pb.Tensor, location: str) -> np.ndarray:
     return dense(TensorData(np.frombuffer(csr.values, dtype), name, shape, ends, columns), location)
 
 
-def dense(tensor: TensorData | SentTensor, location: str, fill: int = 0) -> np.ndarray:
+def dense(tensor: "TensorData | SentTensor", location: str, fill: int = 0) -> np.ndarray:
     """What a sparse tensor does not list is `fill`. Raises `DataError` for indices that do not fit its shape."""
     try:
         return tensor.to_numpy(fill)

@@ -6,10 +6,10 @@ instead of a new tokenisation. Tokens that reach over their borders (`lstrip`, `
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -23,6 +23,16 @@ MAX_REMEMBERED_CHARS = 64_000_000
 MAX_CONTEXT = 256  # characters in front of a text, behind which it is encoded
 
 
+class _AddedToken(Protocol):
+    """What is read of a token that was added to a vocabulary."""
+
+    content: str
+    special: bool
+    normalized: bool
+    lstrip: bool
+    single_word: bool
+
+
 class Encoder:
     """A tokenizer with a memory of pieces, for several threads. `encode` never adds special tokens.
 
@@ -32,7 +42,8 @@ class Encoder:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        table: Mapping[int, _AddedToken] = getattr(tokenizer, "added_tokens_decoder", {})
+        added = table.values()
         safe = {t.content for t in added if t.special and not (t.normalized or t.lstrip or t.single_word)}
         names = sorted((t.content for t in added), key=len, reverse=True)
         self._cut = re.compile("|".join(map(re.escape, names)) or "(?!)")

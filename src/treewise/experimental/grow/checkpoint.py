@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import psutil
 import torch
@@ -86,8 +86,23 @@ class SmallCheckpoint:
         return digest.hexdigest()
 
 
+class _Slice(Protocol):
+    """A tensor that is not read."""
+
+    def get_dtype(self) -> object: ...
+    def get_shape(self) -> list[int]: ...
+
+
+class Tensors(Protocol):
+    """What is read of an open file of safetensors."""
+
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> _Slice: ...
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
 @contextmanager
-def _readable(file: Path) -> Iterator[Any]:
+def _readable(file: Path) -> Iterator[Tensors]:
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors

@@ -107,8 +107,9 @@ def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    tensors: dict[str, torch.Tensor] = model.state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def plan_of(config: PreTrainedConfig, growth: Growth) -> GrowthPlan:
