@@ -269,7 +269,8 @@ BESIDE = (
     ("start it", ("cli", "serve", "rl", "integrations")),
     ("check it", ("verification", "testing")),
     ("measure and show it", ("bench", "report")),
-    ("give it a model", ("models", "grow")),
+    ("give it a model", ("models",)),
+    ("on the shelf", ("experimental",)),
     ("serve every room", ("base",)),
 )
 
