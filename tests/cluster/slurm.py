@@ -137,6 +137,10 @@ def srun(words: list[str]) -> int:
     assert (int(args.nodes), int(args.ntasks), args.ntasks_per_node) == (len(names), len(names), "1")
     machines = json.loads((Path(os.environ[VARIABLE]) / "machines.json").read_text())
     tasks = []
+
+    def noted() -> None:
+        (Path(os.environ[VARIABLE]) / "tasks" / str(os.getpid())).touch()
+
     for number, name in enumerate(names):
         with Path(args.output.replace("%N", name).replace("%%", "%")).open("ab") as log:
             tasks.append(
@@ -146,11 +150,9 @@ def srun(words: list[str]) -> int:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
+                    preexec_fn=noted,  # before it does anything: this program may be killed at any moment
                 )
             )
-
-    for task in tasks:
-        (Path(os.environ[VARIABLE]) / "tasks" / str(task.pid)).touch()
 
     def to_all(number: int) -> None:
         for task in tasks:

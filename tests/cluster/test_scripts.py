@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -85,6 +87,16 @@ class Scripted:
 
     def lines(self, name: str) -> list[str]:
         return (self.folder / name).read_text().split("\n")[:-1]
+
+
+def at_work_in(folder: Path) -> list[str]:
+    """The programs whose folder this is."""
+    found = []
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):
+            if each.cwd() == str(folder) and each.pid != os.getpid():
+                found.append(each.name())
+    return found
 
 
 @pytest.fixture
@@ -215,8 +227,8 @@ def test_on_this_machine_a_signal_saves_and_the_servers_end(tmp_path: Path) -> N
     serve = ["--server_command", "./serve {model} {port}"]
     with subprocess.Popen([*command, *serve], cwd=tmp_path, env=environment, start_new_session=True) as process:
         job.there("runs-", "served-")
+        assert "serve" in " ".join(at_work_in(tmp_path))
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(60) == 1
     assert job.lines("saved-") == ["saved"]
-    done = subprocess.run(["pgrep", "-f", str(tmp_path / "serve")], capture_output=True, text=True, check=False)
-    assert done.stdout == ""
+    job.until(lambda: not at_work_in(tmp_path))
