@@ -6,7 +6,8 @@ A tiny Qwen3 on the CPU, one tree of few tokens, one thread. In turns, in one pr
 
 * `step`: `TreeEngine.step` with the `flex` implementation, whose operator returns empty tensors;
 * `model`: transformers' own forward, loss and backward on as many tokens, attention a function that does the same;
-* `compiled`, `compiled model`: both with compiled layers, whose graphs are replaced by nothing, too;
+* `compiled`, `compiled model`: both with compiled layers, whose graphs are replaced by nothing, too; `whole`: the step
+  with attention inside of these graphs, one a layer;
 * `attention`, `nothing`: one call of each attention function, and its backward, beside the model.
 
 Figures are the least CPU time of several. With `--profile NAME` the functions in which a step spends most.
@@ -25,6 +26,7 @@ import torch
 from common import save
 from count_gpu import Counts, NoKernels
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from transformers import AttentionInterface
 
 import treewise as tw
@@ -43,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--repetitions", type=int, default=40)
-    parser.add_argument("--profile", choices=("step", "compiled"))
+    parser.add_argument("--profile", choices=("step", "compiled", "whole"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     AttentionInterface.register("nothing", _attend_to_nothing)
@@ -79,7 +81,8 @@ def _without_kernels(graph: Any, inputs: Any) -> Any:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    return aot_autograd(fw_compiler=of_graph, bw_compiler=of_graph)(graph, inputs)
+    compilers = {"fw_compiler": of_graph, "bw_compiler": of_graph}
+    return aot_autograd(**compilers, partition_fn=min_cut_rematerialization_partition)(graph, inputs)  # as Inductor
 
 
 @torch.compiler.disable
@@ -89,16 +92,20 @@ def _attend_to_nothing(_: object, query: Any, key: Any, value: Any, *__: object,
 
 def _contestants(layers: int) -> dict[str, Callable[[], object]]:
     forest = _forest()
-    model, own, fused, own_fused = (tiny_model("qwen3", num_hidden_layers=layers, head_dim=HEAD_SIZE) for _ in range(4))
-    engine, fused_engine = (tw.TreeEngine(each, attention="flex", check=False) for each in (model, fused))
+    model, own, fused, own_fused, whole = (
+        tiny_model("qwen3", num_hidden_layers=layers, head_dim=HEAD_SIZE) for _ in range(5)
+    )
+    engine, fused_engine, one_graph = (
+        tw.TreeEngine(each, attention="flex", check=False) for each in (model, fused, whole)
+    )
     for each in (own, own_fused):
         each.set_attn_implementation("nothing")
     compile_layers(fused_engine.lm, "eager")  # its settings of torch; then with a backend that runs nothing
-    for module in (*decoder_layers(fused_engine.lm), *own_fused.model.layers):
+    compile_layers(one_graph.lm, "eager", attention_inside=True)
+    for module in (*decoder_layers(fused_engine.lm), *own_fused.model.layers, *decoder_layers(one_graph.lm)):
         module.compile(dynamic=True, backend=_without_kernels)
     ids = torch.as_tensor(forest.token_ids, dtype=torch.long)[None]
-    whole = plan(forest)
-    context = TreeContext(TreeMask.from_layout(lay_out(whole, 0)), "flex")
+    context = TreeContext(TreeMask.from_layout(lay_out(plan(forest), 0)), "flex")
     layer: Any = model.model.layers[0].self_attn
     rows, config = forest.num_tokens, model.config
     size = (1, rows, config.num_attention_heads, config.head_dim)
@@ -116,6 +123,7 @@ def _contestants(layers: int) -> dict[str, Callable[[], object]]:
         "step": lambda: engine.step(forest),
         "model": lambda: own(input_ids=ids, labels=ids, use_cache=False).loss.backward(),
         "compiled": lambda: fused_engine.step(forest),
+        "whole": lambda: one_graph.step(forest),
         "compiled model": lambda: own_fused(input_ids=ids, labels=ids, use_cache=False).loss.backward(),
         "attention": calls(tree_attention_forward, treewise=context),
         "nothing": calls(_attend_to_nothing),

@@ -43,7 +43,7 @@ BUDGET = {"full": 5000, "tiny": 20}
 # A third and a tenth of the trees of ratio-6.5 and tau2 (16,920 and 19,820 tokens), and of 164k-83k.
 BUDGETS = {"full": ("6000", "2000"), "tiny": ("20",)}
 LONG_BUDGETS = {"full": ("27700", "8300"), "tiny": ("20",)}
-LAYERS = ("plain", "compiled", "liger")
+LAYERS = ("plain", "compiled", "whole", "liger")  # whole: compiled with attention inside
 NUM_STEPS = 3  # that are timed
 CALIBRATION_SECONDS = {"full": 60.0, "tiny": 2.0}
 NUM_KERNELS = 20  # that are named, by their time

@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # their types, for mypy; a test holds these lines against the
     from treewise.nn import tensor_parallel as tensor_parallel
     from treewise.nn import vision as images
     from treewise.nn.attention import depth_scaling as depth_scaling
+    from treewise.nn.attention import inside as attention_inside
     from treewise.nn.attention import legacy_layers as legacy_layers
     from treewise.nn.attention import needs as attention_needs
     from treewise.nn.attention import side_copies as side_copies
@@ -95,6 +96,7 @@ FEATURES = {
     "adapters": ("treewise.nn.adapters", "new adapters (peft_config, lora)"),
     "ahead": ("treewise.rl.online.ahead", "iterations that are sampled while others train (max_staleness)"),
     "angles": ("treewise.experimental.gain.angles", "curricula by angles (gain)"),
+    "attention_inside": ("treewise.nn.attention.inside", "compiled layers whose graphs hold their attention"),
     "attention_needs": ("treewise.nn.attention.needs", "kernels of attention beyond Triton's (flash, cudnn)"),
     "budget": ("treewise.engine.budget", "measured budgets (max_tokens='auto')"),
     "compilation": ("treewise.nn.compilation", "compiled layers (compile_layers, torch_compile)"),

@@ -261,6 +261,8 @@ def fuse(lm: DecoderAndHead, layers: str) -> None:
     """
     if layers == "compiled":
         features.compilation.compile_layers(lm)
+    elif layers == "whole":  # with attention inside
+        features.compilation.compile_layers(lm, attention_inside=True)
     elif layers == "liger":
         features.liger.use_liger(lm.model, lm.device)
 

@@ -3,8 +3,9 @@
 A compiled model as a whole would not help: the engine calls the decoder, which reads the tree of each micro-batch. A
 layer is compiled once for all lengths, and layers of one class share their code. The attention of a tree and the mixers
 of hybrids are left out of the graphs (`torch.compiler.disable`), so a layer is two graphs: what is before attention and
-what is behind it. Layers that are to be sharded are compiled before, with the hooks of FSDP around their graphs; of
-those that tensor parallelism divides, products with weights are left out, too.
+what is behind it; or one, with FlexAttention inside, where who compiles asks for it (`attention.inside`). Layers that
+are to be sharded are compiled before, with the hooks of FSDP around their graphs; of those that tensor parallelism
+divides, products with weights are left out, too.
 """
 
 from collections.abc import Collection
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from treewise.base import features
 from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.nn.attention.interface import ATTENDS_INSIDE
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.wrapped import SUPPORTED_MODELS, base_model
 
@@ -53,7 +55,9 @@ def check_compilation(backend: str, mode: str | None, known: Collection[str] | N
         )
 
 
-def compile_layers(lm: DecoderAndHead, backend: str = DEFAULT_BACKEND, mode: str | None = None) -> None:
+def compile_layers(
+    lm: DecoderAndHead, backend: str = DEFAULT_BACKEND, mode: str | None = None, *, attention_inside: bool = False
+) -> None:
     """Compiles the layers of a decoder in place, with dynamic lengths. Names of parameters stay as they are.
 
     Compilation itself runs with the first micro-batches. For the whole process, raises torch's limit of graphs for one
@@ -74,6 +78,10 @@ def compile_layers(lm: DecoderAndHead, backend: str = DEFAULT_BACKEND, mode: str
     config: Any = torch._dynamo.config  # noqa: SLF001
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     config.nested_graph_breaks = True
+    if attention_inside and not lm.is_recurrent and features.attention_inside.suits(lm.decoder, lm.configs):
+        ATTENDS_INSIDE.add(lm.decoder)
+    else:
+        ATTENDS_INSIDE.discard(lm.decoder)
     for layer in layers:
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
             features.tensor_parallel.leave_out_of_graphs(layer)
@@ -89,6 +97,7 @@ def _options(backend: str, mode: str | None) -> dict[str, Any]:
 
 def uncompile_layers(lm: DecoderAndHead) -> None:
     """Takes compilation off the layers: they run as they were written."""
+    ATTENDS_INSIDE.discard(lm.decoder)
     for layer in decoder_layers(lm):
         layer._compiled_call_impl = None  # noqa: SLF001
 

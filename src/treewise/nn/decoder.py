@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from treewise.base import features
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import AttentionName, TreeContext, carry
+from treewise.nn.attention.interface import ATTENDS_INSIDE
 from treewise.nn.lm_head import AnyHead, Head
 from treewise.nn.platform.tensors import to_device
 from treewise.nn.wrapped import SUPPORTED_MODELS, innermost, num_embeddings, weight_of
@@ -119,6 +120,8 @@ def run_decoder(
         UnsupportedModelError: router logits of a model that returns none, or none with a graph.
     """
     device = lm.device
+    if lm.decoder in ATTENDS_INSIDE:
+        context.inside = features.attention_inside.prepared(context, lm.decoder, device, lm.decoder.dtype)
     module, further = (lm.decoder, {}) if inside is None else inside
     names, takes_any = lm.forward_parameters if inside is None else parameters_of(type(module))
     arguments: dict[str, Any] = {"treewise": context} if takes_any else {}

@@ -102,7 +102,7 @@ def test_block_mask_is_the_one_that_torch_makes_pair_by_pair(mask):
     ours = block_mask(mask, RULES["plain"], CPU, BLOCKS)
     theirs = create_block_mask(ours.mask_mod, None, None, *ours.seq_lengths, device="cpu", BLOCK_SIZE=BLOCKS)
     assert theirs.shape == ours.shape
-    for name in flex._BLOCK_TENSORS:
+    for name in flex.BLOCK_TENSORS:
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
         assert getattr(ours, name).is_contiguous()
 

@@ -131,7 +131,7 @@ def _shared(
     backend: str,
 ) -> SharedByLayers:
     """query, key, value: shapes of what such layers attend with."""
-    _check_offsets(query, key, value, blocks)
+    check_offsets(query, key, value, blocks)
 
     def zeros(*shape: int, width: int) -> MaybeTensor:
         if 0 in shape:
@@ -155,7 +155,7 @@ def _shared(
     )
 
 
-def _check_offsets(query: torch.Size, key: torch.Size, value: torch.Size, blocks: tuple[int, int]) -> None:
+def check_offsets(query: torch.Size, key: torch.Size, value: torch.Size, blocks: tuple[int, int]) -> None:
     """Raises `PlanError` where a kernel would address rows beyond 32 bits, silently others than it should (pytorch
     #190857, #160955). Whole tensors may be larger: for these torch takes 64 bits, but for rows within a head."""
     widest = max(query[3], value[3], MIN_HEAD_SIZE)
@@ -210,7 +210,7 @@ def _block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, blocks: t
     # torch's `from_kv_blocks` derives the tables of the backward, by keys, from those by queries: 0.9 ms of the host.
     by_queries, by_keys = (partial_QJ, full_QJ), (partial_QJ.t().contiguous(), full_QJ.t().contiguous())
     made = [tensor for each in (*by_queries, *by_keys) for tensor in _ordered(each)]
-    tables: dict[str, Any] = dict(zip(_BLOCK_TENSORS, made, strict=True))
+    tables: dict[str, Any] = dict(zip(BLOCK_TENSORS, made, strict=True))
     return BlockMask(
         seq_lengths=(any_QJ.shape[0] * blocks[0], any_QJ.shape[1] * blocks[1]),
         BLOCK_SIZE=blocks,
@@ -368,7 +368,7 @@ def _compiled(
     # also make symbols of heads, head sizes and the scale, and one symbol of two lengths that happen to be equal.
     for tensor in (query, key, value):
         torch._dynamo.maybe_mark_dynamic(tensor, 2)  # noqa: SLF001
-    for name in _BLOCK_TENSORS:
+    for name in BLOCK_TENSORS:
         tensor = getattr(blocks, name)
         torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))  # noqa: SLF001
     # BACKEND: only the kernels that were asked for.
@@ -448,7 +448,7 @@ def _compiled_kernel() -> Callable[..., tuple[torch.Tensor, MaybeTensor]]:
     return torch.compile(_kernel, fullgraph=True)
 
 
-_BLOCK_TENSORS = (
+BLOCK_TENSORS = (
     "kv_num_blocks",
     "kv_indices",
     "full_kv_num_blocks",
@@ -473,7 +473,7 @@ def _kernel(
 ) -> tuple[torch.Tensor, MaybeTensor]:
     # The mask's own lengths are Python integers; taken from the shapes they are symbols, and no length recompiles.
     lengths = (query.shape[2], key.shape[2])
-    tensors = {name: getattr(blocks, name) for name in _BLOCK_TENSORS}
+    tensors = {name: getattr(blocks, name) for name in BLOCK_TENSORS}
     blocks = BlockMask(seq_lengths=lengths, BLOCK_SIZE=blocks.BLOCK_SIZE, mask_mod=blocks.mask_mod, **tensors)
     out, more = flex_attention(
         query,

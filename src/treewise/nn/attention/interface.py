@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.platform.tensors import autocast_dtype
 
 NAME = "treewise"
+# Decoders whose compiled layers hold their attention where a micro-batch allows it (`nn.compilation`).
+ATTENDS_INSIDE: "WeakSet[nn.Module]" = WeakSet()
 # Arguments that models give to attention and that change nothing here: positions are already in queries and keys.
 _HARMLESS = {"position_ids", "position_embeddings", "cache_position", "output_attentions", "use_cache", "cu_seq_lens_q"}
 _KNOWN = _HARMLESS | {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
@@ -57,7 +60,8 @@ class TreeContext:
     the micro-batch (`distributed.context.ContextExchange`). routes: the experts of its tokens that were recorded
     (`nn.routing.RecordedRoutes`). carried:
     the layers whose keys, values and states carry gradients to what is above the micro-batch, or to other ranks, as the
-    walk decided. is_done: the forward is over; later calls of attention recompute.
+    walk decided. inside: what layers read whose graphs hold their attention (`inside.Inside`). is_done: the forward is
+    over; later calls of attention recompute.
 
     Raises:
         ConfigError: an unknown implementation.
@@ -74,9 +78,10 @@ class TreeContext:
         exchange: Any = None,
         routes: Any = None,
         carried: Carried = NOTHING,
+        inside: Any = None,
     ) -> None:
         self.mask, self.impl, self.reads, self.writes, self.injects = mask, impl, reads, writes, injects
-        self.rows, self.exchange, self.routes, self.carried = rows, exchange, routes, carried
+        self.rows, self.exchange, self.routes, self.carried, self.inside = rows, exchange, routes, carried, inside
         self.is_done = False
         self._num_calls: dict[nn.Module, int] = {}
         if impl not in IMPLEMENTATIONS:
@@ -143,7 +148,20 @@ def tree_attention_forward(
             f"{type(module).__name__} builds a mask of its own ({list(attention_mask.shape)}), which a tree cannot "
             "replace."
         )
+    if context.inside is not None and _is_plain(module, kwargs):
+        scaling = kwargs.get("scaling")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return context.inside.attend(query, key, value, scaling), None
     return attend(module, query, key, value, context, kwargs), None
+
+
+def _is_plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a layer asks for nothing but causal attention, where no layer of the model has a window by its
+    configuration. Traced, so without `layer_rule`, which reads the number of a layer."""
+    unusual = any(kwargs.get(each) for each in ("dropout", "softcap", "sliding_window"))
+    unusual = unusual or kwargs.get("s_aux") is not None or kwargs.get("is_causal") is False
+    unusual = unusual or getattr(module, "is_causal", True) is False
+    return not unusual and all(each in _KNOWN for each in kwargs) and not hasattr(module, "attn_temperature_tuning")
 
 
 def context_of(

@@ -1,0 +1,94 @@
+"""Attention within the graph of a compiled layer: one graph a layer, whatever the tree; gradients of flat training."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.nn.test_compilation import trees
+from treewise import Forest, Trajectory, TreeEngine
+from treewise.nn.attention.inside import suits
+from treewise.nn.attention.interface import ATTENDS_INSIDE
+from treewise.nn.compilation import compile_layers, decoder_layers, uncompile_layers
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
+
+NUM_TREES = 14
+
+
+def compiled_into(made: list[object], model: torch.nn.Module) -> None:
+    """Layers whose graphs run as they were traced; they are added to `made`."""
+
+    def backend(graph: torch.fx.GraphModule, _: object):
+        made.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    lm = TreeEngine(model).lm
+    compile_layers(lm, "eager", attention_inside=True)
+    for layer in decoder_layers(lm):
+        layer.compile(dynamic=True, backend=backend)
+
+
+def step(model: torch.nn.Module, rows: list[Trajectory], budget: int | None = None) -> None:
+    model.zero_grad()
+    TreeEngine(model, budget, attention="flex", check=False).step(Forest.from_trajectories(rows))
+
+
+def test_a_layer_is_one_graph_and_no_tree_makes_another() -> None:
+    """For all layers, and 14 drawn trees; the last has more blocks of queries than the least."""
+    made: list[object] = []
+    model = tiny_model("qwen3", num_hidden_layers=3)
+    plain = copy.deepcopy(model)
+    compiled_into(made, model)
+    rng = np.random.default_rng(0)
+    long = [Trajectory(np.concatenate([np.arange(3, 43), rng.integers(3, 60, 150)])) for _ in range(2)]
+    for rows in (*trees(NUM_TREES - 1), long):
+        step(model, rows)
+        assert len(made) == 1
+        _, _, expected = flat_sft(plain, rows)
+        assert gradient_error(gradients_of(model), expected) < expected.tolerance
+
+
+def test_its_graph_has_an_operator_and_its_gradients_are_those_of_flat_training() -> None:
+    """Traced with its backward."""
+    model = tiny_model("qwen3", num_hidden_layers=1)
+    plain = copy.deepcopy(model)
+    torch.compiler.reset()
+    compile_layers(TreeEngine(model).lm, "aot_eager", attention_inside=True)
+    [rows] = trees(1, seed=3)
+    _, _, expected = flat_sft(plain, rows)
+    step(model, rows)
+    assert gradient_error(gradients_of(model), expected) < expected.tolerance
+
+
+@pytest.mark.exhaustive
+def test_a_budget_has_gateways_which_stay_outside() -> None:
+    model = tiny_model("qwen3", num_hidden_layers=1)
+    plain = copy.deepcopy(model)
+    torch.compiler.reset()
+    compile_layers(TreeEngine(model).lm, "aot_eager", attention_inside=True)
+    [rows] = trees(1, seed=3)
+    _, _, expected = flat_sft(plain, rows)
+    for budget in (4, None):
+        step(model, rows, budget)
+        assert gradient_error(gradients_of(model), expected) < expected.tolerance
+
+
+def test_of_layers_that_are_uncompiled_none_attends_inside() -> None:
+    lm = TreeEngine(tiny_model("qwen3", num_hidden_layers=1)).lm
+    compile_layers(lm, "eager", attention_inside=True)
+    assert lm.decoder in ATTENDS_INSIDE
+    uncompile_layers(lm)
+    assert lm.decoder not in ATTENDS_INSIDE
+    compile_layers(lm, "eager")  # nor where nobody asked
+    assert lm.decoder not in ATTENDS_INSIDE
+
+
+@pytest.mark.parametrize(
+    ("family", "does"), [("qwen3", True), ("llama", True), ("gemma3_text", False), ("mistral", False)]
+)
+def test_windows_stay_outside(family: str, does: bool) -> None:
+    lm = TreeEngine(tiny_model(family)).lm
+    assert suits(lm.decoder, lm.configs) is does
