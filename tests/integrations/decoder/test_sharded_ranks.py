@@ -253,7 +253,8 @@ def said(work):
 
 
 def errors_of_one():
-    """What both processes say where one has a token without an embedding, or a loss that reads padding."""
+    """What both processes say where one has a token without an embedding, or a loss that reads padding; or both a model
+    that leaks between rows."""
     rank, found = torch.distributed.get_rank(), {}
     rows, model = rows_of(rank), sharded(model_of())
     tw.share_prefixes(model, max_tokens=BUDGET)
@@ -265,6 +266,10 @@ def errors_of_one():
     logits = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits
     read = logits if rank == 0 else logits * rows["attention_mask"][..., None]
     found["padding"] = said(read.sum().backward)
+    leaking = sharded(model_of())
+    leaking.model.norm.register_forward_hook(lambda _module, _inputs, rows: rows + rows.mean(1, keepdim=True))
+    tw.share_prefixes(leaking)
+    found["leak"] = said(lambda: leaking(**rows_of(rank)))
     return found
 
 
@@ -369,6 +374,7 @@ def test_verify(two):
 def test_an_error_of_one_is_raised_on_all(two):
     for found in (each["errors_of_one"] for each in two):
         assert found["token"].startswith("DataError: token id 10000")
+        assert found["leak"].startswith("UnsupportedModelError: LlamaModel leaks between branches")
         assert found["padding"].startswith("UnsupportedModelError: the loss reads logits or hidden rows of padding")
 
 
