@@ -60,9 +60,7 @@ logger = logging.getLogger("treewise")
 _SEAL = "treewise.json"  # hashes of the files of a kept folder
 
 
-class _Saved(Protocol):
-    """A configuration or a tokenizer."""
-
+class _Saved(Protocol):  # a configuration or a tokenizer
     name_or_path: str
 
     def save_pretrained(self, folder: str, /) -> object: ...
@@ -289,7 +287,6 @@ def _kept(
     file = Path(folder) / gguf_file
     facts = [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns, transformers.__version__, kind.__name__]
     kept = place_in_cache("gguf", facts)
-    cache = kept.parent
     if kept.exists():
         try:
             read_own(kept / _SEAL, partial(_check_kept, kept), "the GGUF file is read again")
@@ -305,8 +302,8 @@ def _kept(
     with named_errors(name, what), _quiet():
         value = (read or kind.from_pretrained)(folder, trust_remote_code=False, **options)
     with suppress(OSError):
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=cache) as made, _quiet():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=kept.parent) as made, _quiet():
             value.save_pretrained(f"{made}/first")
             again = read_folder(f"{made}/first")
             again.save_pretrained(f"{made}/second")
