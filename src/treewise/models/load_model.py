@@ -279,7 +279,6 @@ def _kept(
     """
     import transformers
 
-    options = _gguf_options(gguf_file)
     read_folder: Callable[[str], _Saved] = partial(kind.from_pretrained, trust_remote_code=False)
     if gguf_file is None:
         with named_errors(name, what):
@@ -300,7 +299,7 @@ def _kept(
                 value.name_or_path = folder
                 return value
     with named_errors(name, what), _quiet():
-        value = (read or kind.from_pretrained)(folder, trust_remote_code=False, **options)
+        value = (read or kind.from_pretrained)(folder, trust_remote_code=False, **_gguf_options(gguf_file))
     with suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=kept.parent) as made, _quiet():
