@@ -60,9 +60,7 @@ logger = logging.getLogger("treewise")
 _SEAL = "treewise.json"  # hashes of the files of a kept folder
 
 
-class _Saved(Protocol):
-    """A configuration or a tokenizer."""
-
+class _Saved(Protocol):  # a configuration or a tokenizer
     name_or_path: str
 
     def save_pretrained(self, folder: str, /) -> object: ...
@@ -281,7 +279,6 @@ def _kept(
     """
     import transformers
 
-    options = _gguf_options(gguf_file)
     read_folder: Callable[[str], _Saved] = partial(kind.from_pretrained, trust_remote_code=False)
     if gguf_file is None:
         with named_errors(name, what):
@@ -289,7 +286,6 @@ def _kept(
     file = Path(folder) / gguf_file
     facts = [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns, transformers.__version__, kind.__name__]
     kept = place_in_cache("gguf", facts)
-    cache = kept.parent
     if kept.exists():
         try:
             read_own(kept / _SEAL, partial(_check_kept, kept), "the GGUF file is read again")
@@ -303,10 +299,10 @@ def _kept(
                 value.name_or_path = folder
                 return value
     with named_errors(name, what), _quiet():
-        value = (read or kind.from_pretrained)(folder, trust_remote_code=False, **options)
+        value = (read or kind.from_pretrained)(folder, trust_remote_code=False, **_gguf_options(gguf_file))
     with suppress(OSError):
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=cache) as made, _quiet():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=kept.parent) as made, _quiet():
             value.save_pretrained(f"{made}/first")
             again = read_folder(f"{made}/first")
             again.save_pretrained(f"{made}/second")

@@ -40,7 +40,7 @@ class _Choice(TypedDict, total=False):
     routed_experts: object
 
 
-class Answer(TypedDict, total=False):
+class ServerAnswer(TypedDict, total=False):
     """The JSON of a server, as far as it is read; what is missing or of another form is found where it is read."""
 
     choices: list[_Choice]
@@ -117,7 +117,7 @@ def question_of_scores(request: SampleRequest, completion: Completion, model: st
     return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
 
 
-def scored(answer: Answer, request: SampleRequest, completion: Completion, location: str) -> Completion:
+def scored(answer: ServerAnswer, request: SampleRequest, completion: Completion, location: str) -> Completion:
     """A completion with the log-probs of an answer to `question_of_scores`. Raises `RequestRefusedError`."""
     num_prefix, ids = len(request.prefix_ids), completion.token_ids.tolist()
     try:
@@ -131,7 +131,7 @@ def scored(answer: Answer, request: SampleRequest, completion: Completion, locat
     return replace(completion, logprobs=np.array(values, dtype=np.float32))
 
 
-def _parsed(answer: Answer, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:
+def _parsed(answer: ServerAnswer, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:
     try:
         choice = answer["choices"][0]
         logprobs = choice["logprobs"]
@@ -166,7 +166,7 @@ def _token_id(name: object) -> int | None:
     return int(digits) if str(name).startswith("token_id:") and digits.isdigit() else None
 
 
-def answered(answer: Answer, request: SampleRequest, num_top: int, location: str) -> Completion:
+def answered(answer: ServerAnswer, request: SampleRequest, num_top: int, location: str) -> Completion:
     """A completion from the JSON of a server, cut after the first stop condition.
 
     Raises:
@@ -217,14 +217,14 @@ def answered(answer: Answer, request: SampleRequest, num_top: int, location: str
     )
 
 
-def _is_stopped_by_text(answer: Answer, request: SampleRequest) -> bool:
+def _is_stopped_by_text(answer: ServerAnswer, request: SampleRequest) -> bool:
     """Whether the server says that one of the request's texts ended it; it may decode ids otherwise than we do."""
     choice = answer["choices"][0]
     stops = request.stop_texts if isinstance(request, TextStops) else ()
     return choice.get("finish_reason") == "stop" and choice.get("stop_reason") in stops
 
 
-def _routes(answer: Answer, num_prefix: int, num_sampled: int, location: str) -> np.ndarray:
+def _routes(answer: ServerAnswer, num_prefix: int, num_sampled: int, location: str) -> np.ndarray:
     """int16 [prefix and completion, or without the last token, L, k], the experts that vLLM returns: of a completion in
     `choices[0].routed_experts`, of its prompt beside the choices in `prompt_routed_experts`; older ones of both in the
     former.

@@ -11,11 +11,11 @@ from treewise.errors import TaskError
 from treewise.rl.tasks.calls import described
 from treewise.rl.tasks.of_others.verifiers_env.policy import NoFurtherTurnError, Seat
 from treewise.rl.tasks.of_others.verifiers_env.protocol import (
+    AskedTool,
     Environment,
     Message,
-    Session,
+    ModelCalls,
     Task,
-    ToolCall,
     Toolset,
     Trace,
 )
@@ -31,7 +31,7 @@ class PlayedEpisode:
 
     def __init__(self, env: Environment, task: Task, shared: list[Toolset]) -> None:
         self.traces: list[Trace] = []
-        self.session: Session | None = None
+        self.session: ModelCalls | None = None
         self.tools, self.num_known, self.over = Tools(shared), 0, ""
         self.news: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.turns: asyncio.Queue[Any] = asyncio.Queue()
@@ -64,7 +64,7 @@ class PlayedEpisode:
             raise NoFurtherTurnError
         given = {f"{self.num_known}.{number}": call for number, call in enumerate(turn["tool_calls"])}
         self.problems |= {key: call["problem"] for key, call in given.items()}
-        calls: list[ToolCall] = [
+        calls: list[AskedTool] = [
             vf.ToolCall(id=k, name=v["name"], arguments=json.dumps(v["arguments"])) for k, v in given.items()
         ]
         thought = turn.get("reasoning_content") or turn.get("thinking")
@@ -91,7 +91,7 @@ class PlayedEpisode:
         self.turns.put_nowait(message)
         return await self.news.get()
 
-    async def answer(self, call: ToolCall) -> Message:
+    async def answer(self, call: AskedTool) -> Message:
         """The message that answers a call."""
         return await self.tools.answer(call, self.problems[call.id])
 

@@ -14,7 +14,7 @@ import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.interception import Interception
 
-from treewise.rl.tasks.of_others.verifiers_env.protocol import Message, Session, Task, Trace
+from treewise.rl.tasks.of_others.verifiers_env.protocol import Message, ModelCalls, Task, Trace
 from treewise.rl.tasks.of_others.verifiers_env.tools import EPISODE
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Sessions(Interception):
         """There is nothing to start."""
 
     @asynccontextmanager
-    async def acquire(self, session: Session) -> AsyncIterator[tuple[str, str, str]]:
+    async def acquire(self, session: ModelCalls) -> AsyncIterator[tuple[str, str, str]]:
         """See `Interception`."""
         EPISODE.get().session = session
         yield "http://127.0.0.1", "", ""

@@ -77,7 +77,7 @@ class TaskData(Protocol):
 
 
 class Task(Protocol):
-    """A task."""
+    """What an episode is about."""
 
     config: object
     data: TaskData
@@ -99,13 +99,13 @@ class Taskset(Protocol):
 
 
 class EnvironmentConfig(Config, Protocol):
-    """Of an environment."""
+    """Its settings, with its name."""
 
     env_id: str
 
 
 class Environment(Protocol):
-    """An environment."""
+    """What makes episodes of tasks, and scores them."""
 
     config: EnvironmentConfig
     taskset: Taskset
@@ -123,14 +123,14 @@ class Failure(Protocol):
 
 
 class TracedAgent(Protocol):
-    """The agent of a trace."""
+    """Whose turns these are."""
 
     name: str
     trainable: bool
 
 
 class TracedTask(Protocol):
-    """The task of a trace."""
+    """What it was about."""
 
     data: object
 
@@ -151,7 +151,7 @@ class Trace(Protocol):
     def stop(self, condition: str) -> None: ...
 
 
-class Session(Protocol):
+class ModelCalls(Protocol):
     """The model calls of an agent."""
 
     trace: Trace
@@ -164,7 +164,7 @@ class Session(Protocol):
     async def gate_tool_calls(self, node: object) -> str | None: ...
 
 
-class ToolCall(Protocol):
+class AskedTool(Protocol):
     """A call of a tool."""
 
     id: str
@@ -173,9 +173,9 @@ class ToolCall(Protocol):
 
 
 class Message(Protocol):
-    """A message."""
+    """Part of a conversation."""
 
     content: str | list[Any] | None
-    tool_calls: list[ToolCall] | None
+    tool_calls: list[AskedTool] | None
 
     def model_dump(self, **settings: object) -> dict[str, Any]: ...

@@ -18,7 +18,7 @@ from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
 from verifiers.v1.utils.decorators import discover_decorated
 
-from treewise.rl.tasks.of_others.verifiers_env.protocol import Message, ToolCall, Toolset
+from treewise.rl.tasks.of_others.verifiers_env.protocol import AskedTool, Message, Toolset
 
 if TYPE_CHECKING:
     from treewise.rl.tasks.of_others.verifiers_env.episode import PlayedEpisode
@@ -65,7 +65,7 @@ class Tools:
                 function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
                 self.schemas.append({"type": "function", "function": function})
 
-    async def answer(self, call: ToolCall, problem: str | None) -> Message:
+    async def answer(self, call: AskedTool, problem: str | None) -> Message:
         """The message that answers a call. problem: why it cannot be carried out."""
         if problem is not None:
             content: object = str({"error": problem})
