@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from treewise.cli.main import explained, loading
-from treewise.rl.recorder.chat_tokens import ChatTokens
 
 with loading("rl"):
     import numpy as np
@@ -41,6 +40,7 @@ with loading("rl"):
     from treewise.report.html.build import build_data_report
     from treewise.report.html.page import write_page
     from treewise.rl.online.records import rollouts_file
+    from treewise.rl.recorder.chat_tokens import ChatTokens
     from treewise.rl.tasks import RewardRequest, TaskItem
 
 LETTERS = "abcdefghij"
