@@ -1,10 +1,11 @@
-"""`examples/walkthrough.ipynb` from `examples/walkthrough.py`: `python tests/examples/notebook.py` writes it again."""
+"""Notebooks of `examples` from their scripts: `python tests/examples/notebook.py` writes them again."""
 
 import json
 import re
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+NOTEBOOKS = ("walkthrough", "t4")
 
 
 def as_notebook(script: str) -> str:
@@ -25,5 +26,6 @@ def as_notebook(script: str) -> str:
 
 
 if __name__ == "__main__":
-    script = (EXAMPLES / "walkthrough.py").read_text(encoding="utf-8")
-    (EXAMPLES / "walkthrough.ipynb").write_text(as_notebook(script), encoding="utf-8")
+    for name in NOTEBOOKS:
+        script = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+        (EXAMPLES / f"{name}.ipynb").write_text(as_notebook(script), encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.notebook import as_notebook
+from tests.examples.notebook import NOTEBOOKS, as_notebook
 from treewise.cli.commands import rl
 from treewise.cli.config import read_config
 from treewise.cli.keys import rl_aliases
@@ -76,15 +76,17 @@ def test_the_notebook_of_the_walkthrough_runs_and_learns(tmp_path: Path) -> None
     assert "share ratio" in done.stdout
 
 
-def test_the_notebook_is_made_of_the_script() -> None:
-    script = (EXAMPLES / "walkthrough.py").read_text(encoding="utf-8")
-    assert (EXAMPLES / "walkthrough.ipynb").read_text(encoding="utf-8") == as_notebook(script), (
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_made_of_its_script(name: str) -> None:
+    script = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    assert (EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8") == as_notebook(script), (
         "python tests/examples/notebook.py writes it again"
     )
 
 
-def test_the_walkthrough_begins_every_cell_with_a_marker() -> None:
-    text = (EXAMPLES / "walkthrough.py").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_script_begins_every_cell_with_a_marker(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     assert text.startswith("# %% [markdown]\n")
     assert len(re.findall(r"^# %%$", text, re.MULTILINE)) == len(re.findall(r"^# %% \[markdown\]$", text, re.MULTILINE))
 

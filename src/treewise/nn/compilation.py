@@ -19,6 +19,7 @@ from treewise.base import features
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.attention.interface import ATTENDS_INSIDE
 from treewise.nn.decoder import DecoderAndHead
+from treewise.nn.model_flops import head_sizes
 from treewise.nn.wrapped import SUPPORTED_MODELS, base_model
 
 # Graphs of one function: with and without gradients, trained and evaluated, of one token and of more, under autocast,
@@ -79,9 +80,9 @@ def compile_layers(
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     config.nested_graph_breaks = True
     if attention_inside and not lm.is_recurrent and features.attention_inside.suits(lm.decoder, lm.configs):
-        ATTENDS_INSIDE.add(lm.decoder)
+        ATTENDS_INSIDE[lm.decoder] = head_sizes(lm.decoder.config.get_text_config())
     else:
-        ATTENDS_INSIDE.discard(lm.decoder)
+        ATTENDS_INSIDE.pop(lm.decoder, None)
     for layer in layers:
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
             features.tensor_parallel.leave_out_of_graphs(layer)
@@ -97,7 +98,7 @@ def _options(backend: str, mode: str | None) -> dict[str, Any]:
 
 def uncompile_layers(lm: DecoderAndHead) -> None:
     """Takes compilation off the layers: they run as they were written."""
-    ATTENDS_INSIDE.discard(lm.decoder)
+    ATTENDS_INSIDE.pop(lm.decoder, None)
     for layer in decoder_layers(lm):
         layer._compiled_call_impl = None  # noqa: SLF001
 

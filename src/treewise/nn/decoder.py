@@ -120,8 +120,8 @@ def run_decoder(
         UnsupportedModelError: router logits of a model that returns none, or none with a graph.
     """
     device = lm.device
-    if lm.decoder in ATTENDS_INSIDE:
-        context.inside = features.attention_inside.prepared(context, lm.decoder, device, lm.decoder.dtype)
+    if (heads := ATTENDS_INSIDE.get(lm.decoder)) is not None:
+        context.inside = features.attention_inside.prepared(context, heads, device, lm.decoder.dtype)
     module, further = (lm.decoder, {}) if inside is None else inside
     names, takes_any = lm.forward_parameters if inside is None else parameters_of(type(module))
     arguments: dict[str, Any] = {"treewise": context} if takes_any else {}

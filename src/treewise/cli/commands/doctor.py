@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
     from treewise.bench.gpu_facts import KernelChecks, gpu_facts
     from treewise.nn.device import chosen_device
     from treewise.report.analysis.machine_facts import machine_facts, self_check
+    from treewise.report.analysis.misfits import installed, misfit
 
     device = chosen_device(args.device)
     if args.gpu and device.type == "cpu" and args.device is None:
-        raise ConfigError(
-            f"--gpu: torch {torch.__version__} finds no GPU here; --device cpu runs the checks on the CPU."
-        )
+        why = misfit(installed()) or f"torch {torch.__version__} finds no GPU here"
+        raise ConfigError(f"--gpu: {why}; --device cpu runs the checks on the CPU.")
     say = (lambda *_: None) if args.json else _print
     tell = (lambda _: None) if args.json else partial(print, flush=True)
     facts: dict[str, Any] = machine_facts(device)

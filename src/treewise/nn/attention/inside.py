@@ -29,7 +29,6 @@ from treewise.nn.attention.flex import (
 )
 from treewise.nn.attention.gateway import NOTHING
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.model_flops import head_sizes
 from treewise.nn.platform.card import card
 from treewise.nn.platform.tensors import autocast_dtype
 
@@ -95,21 +94,26 @@ def suits(decoder: nn.Module, configs: "list[PreTrainedConfig]") -> bool:
     return True
 
 
-def prepared(context: "TreeContext", decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> Inside | None:
+def prepared(
+    context: "TreeContext", heads: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+) -> Inside | None:
     """What layers of a micro-batch read, made once for all of them; None where it reads or leaves gateways, exchanges,
-    or is not attended to by `flex`. dtype: of the decoder."""
+    or is not attended to by `flex`. heads: numbers of queries and of keys, sizes of keys and of values. dtype: of the
+    decoder."""
     gateways = context.reads or context.writes or context.injects or context.exchange
     if context.impl != "flex" or gateways or context.carried is not NOTHING or context.mask.without_window is not None:
         return None
-    return context.mask.derived(_inside, decoder, device, dtype, autocast_dtype(device.type))
+    return context.mask.derived(_inside, heads, device, dtype, autocast_dtype(device.type))
 
 
 def _inside(
-    mask: TreeMask, decoder: nn.Module, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None
+    mask: TreeMask,
+    counts: tuple[int, int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
 ) -> Inside:
-    config: Any = decoder.config
-    config = config.get_text_config()
-    heads, key_heads, size, value_size = head_sizes(config)
+    heads, key_heads, size, value_size = counts
     rows = mask.num_queries
     keys, values = torch.Size((1, key_heads, rows, size)), torch.Size((1, key_heads, rows, value_size))
     check_offsets(torch.Size((1, heads, rows, size)), keys, values, BLOCKS)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -28,8 +28,9 @@ from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.platform.tensors import autocast_dtype
 
 NAME = "treewise"
-# Decoders whose compiled layers hold their attention where a micro-batch allows it (`nn.compilation`).
-ATTENDS_INSIDE: "WeakSet[nn.Module]" = WeakSet()
+# Decoders whose compiled layers hold their attention where a micro-batch allows it (`nn.compilation`), with numbers of
+# heads of queries and of keys, sizes of keys and of values.
+ATTENDS_INSIDE: "WeakKeyDictionary[nn.Module, tuple[int, int, int, int]]" = WeakKeyDictionary()
 # Arguments that models give to attention and that change nothing here: positions are already in queries and keys.
 _HARMLESS = {"position_ids", "position_embeddings", "cache_position", "output_attentions", "use_cache", "cu_seq_lens_q"}
 _KNOWN = _HARMLESS | {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}

@@ -21,6 +21,7 @@ from treewise.nn.platform.memory import free_bytes
 from treewise.nn.platform.versions import installed_version, untested_torch
 from treewise.nn.support_table import CapabilityTable
 from treewise.objectives import logprob_gap
+from treewise.report.analysis.misfits import installed, misfit
 from treewise.rl.samplers import SampleRequest, TransformersSampler
 from treewise.tree.trajectory import Trajectory
 from treewise.verification.compare import verify
@@ -57,6 +58,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         "devices": devices,
         "attention": _attention(device),
         "precision": _precision(device),
+        "does not fit": {} if (why := misfit(installed())) is None else {"gpu": why},
         "not tested": untested(device),
         "missing": {
             name: f"{why}: {pip_install(name.replace('_', '-'))}"
