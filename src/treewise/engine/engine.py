@@ -618,7 +618,5 @@ class TreeEngine:
 
 def wants_router_losses(config: PreTrainedConfig, wants_aux: bool | None) -> bool:
     """Whether steps add the load-balancing loss of a mixture; None: as the configuration says."""
-    found = getattr(config, "output_router_logits", False) or getattr(
-        config.get_text_config(), "output_router_logits", False
-    )
+    found = any(getattr(each, "output_router_logits", False) for each in (config, config.get_text_config()))
     return bool(found if wants_aux is None else wants_aux)
