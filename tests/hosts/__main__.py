@@ -35,7 +35,7 @@ from tests.hosts.recipes.runs import RUNS
 from tests.hosts.table import HOSTS, Host
 
 RESULTS = ROOT / "benchmarks" / "results" / "hosts.json"
-PAGE = ROOT / "docs" / "in-your-trainer.md"
+PAGE = ROOT / "docs" / "hosts.md"
 MARK = "<!-- table: python -m tests.hosts --table -->"
 FACTOR = 10
 TIE = 1e-6
