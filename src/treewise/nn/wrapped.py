@@ -155,7 +155,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside torch.compile, DistributedDataParallel and PEFT.
 
     Raises:
-        UnsupportedModelError: a model that is none of transformers, or adapters as in `without_adapters`.
+        UnsupportedModelError: a model of another library than transformers, or adapters as in `without_adapters`.
     """
     base = without_adapters(model)
     if not isinstance(base, PreTrainedModel):
