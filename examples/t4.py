@@ -19,7 +19,7 @@ if find_spec("treewise") is None:
     assert REPOSITORY or Path("treewise").is_dir(), "clone treewise beside this notebook, or name its address above"
     if not Path("treewise").is_dir():
         subprocess.run(["git", "clone", "--depth", "1", REPOSITORY, "treewise"], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "./treewise[lora]"], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", ".[lora]"], check=True, cwd="treewise")
 
 # %% [markdown]
 # ## The machine

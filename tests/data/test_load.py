@@ -106,6 +106,7 @@ def test_what_is_no_date_is_refused(tokenizer, value):
         load_trees([GOOD], tokenizer, options={"template_date": value})
 
 
+@pytest.mark.representatives(".arrow")
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 def test_a_damaged_cache_is_rendered_again_with_a_warning(suffix, write, tokenizer, tmp_path, monkeypatch):
     if suffix == ".arrow":  # as of rows that exceed the memory; Arrow itself ends the process for a flipped length

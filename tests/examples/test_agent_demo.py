@@ -99,7 +99,7 @@ def test_both_run_on_the_same_rows_from_the_same_weights(demo, tmp_path):
         words[kind] = dict(zip(flags[::2], flags[1::2], strict=True))
     both = words["agent"].keys() & words["environment"].keys()
     differ = {name for name in both if words["agent"][name] != words["environment"][name]}
-    assert differ == {"--tasks", "--max_new_tokens"}
+    assert differ == {"--tasks", "--max_new_tokens", "--gather_seconds"}
     assert words["agent"]["--tasks"] == words["environment"]["--tasks_settings.rows"]
     practised = demo.tasks_of("practice 2", 50)
     assert practised == demo.tasks_of("practice 2", 60)[:50]

@@ -431,6 +431,8 @@ def test_a_request_seen_again_is_the_same_request(client, address):
         ("/api/v1/optim_step", [1], 400),
         ("/api/v1/optim_step", {"adam_params": {}, "model_id": "m", "seq_id": 1}, 404),
         ("/api/v1/create_model", {"session_id": "s", "model_seq_id": 0, "base_model": "tiny"}, 400),
+        ("/api/v1/create_model", {"model_seq_id": 0, "base_model": "tiny"}, 400),
+        ("/api/v1/optim_step", {"adam_params": {}, "seq_id": 1}, 400),
         ("/api/v1/create_custom_loss", {}, 404),
         ("/api/v1/retrieve_future", {"request_id": "x:1"}, 410),
         ("/api/v1/weights_info", {"tinker_path": "tinker://../../etc/passwd"}, 400),

@@ -164,7 +164,7 @@ def test_two_processes_train_like_one_and_resume(two, name):
     check(two[1], two[0], name, TWO[name][0])
 
 
-@pytest.mark.representatives("shards")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", COMPILED)
 def test_two_processes_with_compiled_layers_train_like_one_without(name, tmp_path):
     """A layer is two graphs for each kind of call here, too; divided products and experts, which are left out of them,

@@ -69,6 +69,7 @@ def test_a_run_learns_from_an_agents_episodes(tmp_path):
     assert len(rows) == logs["agent_rows"]
 
 
+@pytest.mark.representatives("exact")
 @pytest.mark.parametrize("replay", ["exact", "by_tokens", "off"])
 def test_a_mixture_trains_through_the_experts_of_its_episodes(tmp_path, replay):
     model = mixture(max_position_embeddings=4096)

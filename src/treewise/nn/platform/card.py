@@ -25,6 +25,12 @@ def capability_of(device: torch.device) -> Capability | None:
     return torch.cuda.get_device_capability(device)
 
 
+def capabilities() -> list[tuple[int, int]]:
+    """Of all GPUs that torch can use."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_capability(index) for index in range(count)]
+
+
 @functools.cache
 def card(device: torch.device) -> Card:
     """The GPU of a device."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from treewise.nn.platform.card import capabilities
+
 # The oldest driver of Linux for each major release of CUDA, whose minor ones it then runs, too (CUDA's release notes,
 # "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility").
 LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
@@ -74,15 +76,15 @@ def _runs(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
 
 def installed() -> Installed:
     """Of this machine. Asks files of the driver, not `nvidia-smi`, which containers may lack."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = capabilities()
     return Installed(
         torch.__version__,
         torch.version.cuda,
         torch.version.hip is not None,
-        count > 0 or DEVICE.exists() or DRIVER.exists(),
+        bool(found) or DEVICE.exists() or DRIVER.exists(),
         driver_of(DRIVER.read_text()) if DRIVER.exists() else None,
-        [torch.cuda.get_device_capability(index) for index in range(count)],
-        torch.cuda.get_arch_list() if count else (),
+        found,
+        torch.cuda.get_arch_list() if found else (),
     )
 
 
