@@ -108,6 +108,20 @@ def environment(
     return own
 
 
+def pins_resolved(asked: Sequence[str], instead: Sequence[str], *more: object) -> Callable[[Path, Path], None]:
+    """The `resolve` of an environment: what is asked for, with pins in place of others. more: further arguments of uv,
+    and files."""
+
+    def resolve(python: Path, listed: Path) -> None:
+        wanted, overrides = listed.with_name("asked.txt"), listed.with_name("instead.txt")
+        wanted.write_text("\n".join(asked))
+        overrides.write_text("\n".join(instead))
+        kinds = ["--python", python, "--no-header", "--no-annotate", "--override", overrides]
+        uv("pip", "compile", "--quiet", *kinds, *torch_source(), wanted, *more, "-o", listed)
+
+    return resolve
+
+
 def write_table(page: Path, mark: str, table: str) -> None:
     """Puts a table in place of the one that follows a mark on a page."""
     before, begins, after = page.read_text().partition(f"{mark}\n\n")
@@ -180,6 +194,22 @@ def command(
 
 
 # -- recipes of hosts and clients -------------------------------------------------------------------------------------
+
+
+def run_recipe(command: list[str], folder: Path, own: Mapping[str, str] | None = None, log: Path | None = None) -> None:
+    """Runs a command without network, on one core. own: of its environment. log: gets what it prints.
+
+    Raises:
+        RecipeError: it failed.
+    """
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    quiet |= {"CUDA_VISIBLE_DEVICES": "", "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
+    env = plain_environment() | quiet | {"PYTHONPATH": str(ROOT)} | dict(own or {})
+    done = run(command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if log is not None:
+        log.write_text(done.stdout)
+    if done.returncode:
+        raise RecipeError(done.stdout[-6000:])
 
 
 def update_error(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:

@@ -8,7 +8,6 @@ which computes each row alone. Losses and changes of weights have to be the same
 
 import json
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,11 @@ from tests.environments import (
     NotToBeHadError,
     RecipeError,
     installed,
-    plain_environment,
-    run,
+    pins_resolved,
+    run_recipe,
     save_recipe,
     say,
-    torch_source,
     update_error,
-    uv,
     write_table,
 )
 from tests.serve.servers import KEY, Address, running
@@ -100,17 +97,8 @@ def _shown(value: Any) -> str:
 
 def environment(place: Path, client: Client) -> Path:
     """The Python of an environment with a client. Raises `NotToBeHadError`: no such Python, or no such release."""
-
-    def resolve(python: Path, listed: Path) -> None:
-        asked, instead = listed.with_name("asked.txt"), listed.with_name("instead.txt")
-        asked.write_text("\n".join(client.asked))
-        instead.write_text("\n".join(client.instead))
-        kinds = ["--python", python, "--no-header", "--no-annotate", "--override", instead]
-        uv("pip", "compile", "--quiet", *kinds, *torch_source(), asked, "-o", listed)
-
-    return environments.environment(
-        place / "environment", client.python, repr((client.asked, client.instead)), resolve, with_treewise=False
-    )
+    made_of, resolve = repr((client.asked, client.instead)), pins_resolved(client.asked, client.instead)
+    return environments.environment(place / "environment", client.python, made_of, resolve, with_treewise=False)
 
 
 # -- recipes ----------------------------------------------------------------------------------------------------------
@@ -137,20 +125,9 @@ def trained_by(
 
 
 def call(python: Path, address: Address, folder: Path, *arguments: str) -> None:
-    """Runs a recipe by a client's Python, without network, on one core."""
-    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    quiet |= {"CUDA_VISIBLE_DEVICES": "", "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
-    own = {"TINKER_BASE_URL": address.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0", "PYTHONPATH": str(ROOT)}
-    done = run(
-        [str(python), "-m", "tests.clients.recipes", *arguments],
-        env=plain_environment() | quiet | own,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    (folder / "text").write_text(done.stdout)
-    if done.returncode:
-        raise RecipeError(done.stdout[-6000:])
+    """Runs a recipe by a client's Python."""
+    own = {"TINKER_BASE_URL": address.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
+    run_recipe([str(python), "-m", "tests.clients.recipes", *arguments], folder, own, log=folder / "text")
 
 
 def _update(served: Path, name: str) -> dict[str, torch.Tensor]:

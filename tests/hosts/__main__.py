@@ -10,7 +10,6 @@ the order of the units changes: the same sums, rounded otherwise.
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,11 @@ from tests.environments import (
     NotToBeHadError,
     RecipeError,
     installed,
-    plain_environment,
-    run,
+    pins_resolved,
+    run_recipe,
     save_recipe,
     say,
-    torch_source,
     update_error,
-    uv,
     write_table,
 )
 from tests.hosts.material import ADAPTER, reordered, weights
@@ -81,8 +78,8 @@ def run_host(name: str, folder: Path, part: str) -> bool:
     say(f"   {', '.join(f'{each} {version}' for each, version in versions.items())}")
     recipes = [recipe for recipe in host.recipes if part in recipe]
     try:
-        call(python, "-c", f"from tests.hosts.material import *; write(Path({str(made)!r}))")
-        call(python, "-m", "tests.hosts.recipes.runs", host.module, str(made), str(output), *recipes)
+        run_recipe([str(python), "-c", f"from tests.hosts.material import *; write(Path({str(made)!r}))"], ROOT)
+        run_recipe([str(python), "-m", "tests.hosts.recipes.runs", host.module, str(made), str(output), *recipes], ROOT)
     except RecipeError as error:
         say(f"   failed\n{error}")
         return False
@@ -110,16 +107,9 @@ def environment(place: Path, host: Host) -> Path:
     """
     if not host.asked:
         return ROOT / ".venv" / "bin" / "python"
-
-    def resolve(python: Path, listed: Path) -> None:
-        asked, instead = listed.with_name("asked.txt"), listed.with_name("instead.txt")
-        asked.write_text("\n".join(host.asked))
-        instead.write_text("\n".join(host.instead))
-        kinds = ["--python", python, "--no-header", "--no-annotate", "--override", instead]
-        extras = ["--extra", "lora", "--extra", "datasets"]
-        uv("pip", "compile", "--quiet", *kinds, *torch_source(), *extras, asked, ROOT / "pyproject.toml", "-o", listed)
-
-    made_of = repr((host, (ROOT / "pyproject.toml").read_text()))
+    project = ROOT / "pyproject.toml"
+    resolve = pins_resolved(host.asked, host.instead, "--extra", "lora", "--extra", "datasets", project)
+    made_of = repr((host, project.read_text()))
     return environments.environment(place / "environment", host.python, made_of, resolve)
 
 
@@ -184,21 +174,6 @@ def refusal(folder: Path) -> str:
     if (folder / "ended").is_file() or not named:
         raise RecipeError(f"{folder} was not refused\n{(folder / 'text').read_text()[-5000:]}")
     return str(named[-1])
-
-
-def call(python: Path, *arguments: str) -> None:
-    """Runs a host's Python, without network, on one core."""
-    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    quiet |= {"CUDA_VISIBLE_DEVICES": "", "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
-    done = run(
-        [str(python), *arguments],
-        env=plain_environment() | quiet | {"PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    if done.returncode:
-        raise RecipeError(done.stdout[-6000:])
 
 
 def log_error(found: Run, expected: Run) -> float:

@@ -4,27 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
-from tests.integrations.batches.test_accumulation import ROWS, assert_same, collate, model_of
+from tests.integrations.batches.test_accumulation import ROWS, assert_same, collate, model_of, three_steps
 from treewise.errors import ConfigError
 from treewise.integrations.callback import SharePrefixes
 
 
 def train(tmp_path, *callbacks):
-    args = TrainingArguments(
-        str(tmp_path),
-        per_device_train_batch_size=4,
-        max_steps=3,
-        optim="sgd",
-        learning_rate=0.05,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
+    args = three_steps(tmp_path, per_device_train_batch_size=4)
     trainer = Trainer(model_of(), args, train_dataset=ROWS, data_collator=collate, callbacks=[*callbacks])
     trainer.train()
     logs = [{"loss": entry["loss"]} for entry in trainer.state.log_history if "loss" in entry]

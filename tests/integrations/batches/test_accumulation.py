@@ -64,6 +64,23 @@ def train(tmp_path, line, model=None, rows=ROWS, **settings):
     return logs, trainer.model.state_dict(), sharing
 
 
+def three_steps(folder, **more):
+    """Arguments of a short run that logs each step."""
+    return TrainingArguments(
+        str(folder),
+        max_steps=3,
+        optim="sgd",
+        learning_rate=0.05,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **more,
+    )
+
+
 def assert_same(found, expected):
     for entry, other in zip(found[0], expected[0], strict=True):
         assert entry.keys() == other.keys()
@@ -116,22 +133,8 @@ def test_evaluation_and_generation_in_the_middle(tmp_path):
                     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
 
         torch.manual_seed(0)
-        args = TrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=3,
-            max_steps=3,
-            optim="sgd",
-            learning_rate=0.05,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            eval_strategy="steps",
-            eval_steps=1,
-        )
+        micro = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}
+        args = three_steps(tmp_path, eval_strategy="steps", eval_steps=1, **micro)
         trainer = Trainer(
             model_of(), args, train_dataset=ROWS, eval_dataset=ROWS[:3], data_collator=collate, callbacks=[Look()]
         )

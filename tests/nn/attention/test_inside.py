@@ -31,6 +31,15 @@ def compiled_into(made: list[object], model: torch.nn.Module) -> None:
         layer.compile(dynamic=True, backend=backend)
 
 
+def compiled_layer() -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model of one layer whose graph is traced with its backward, and the same uncompiled."""
+    model = tiny_model("qwen3", num_hidden_layers=1)
+    plain = copy.deepcopy(model)
+    torch.compiler.reset()
+    compile_layers(TreeEngine(model).lm, "aot_eager", attention_inside=True)
+    return model, plain
+
+
 def step(model: torch.nn.Module, rows: list[Trajectory], budget: int | None = None) -> None:
     model.zero_grad()
     TreeEngine(model, budget, attention="flex", check=False).step(Forest.from_trajectories(rows))
@@ -53,10 +62,7 @@ def test_a_layer_is_one_graph_and_no_tree_makes_another() -> None:
 
 def test_its_graph_has_an_operator_and_its_gradients_are_those_of_flat_training() -> None:
     """Traced with its backward."""
-    model = tiny_model("qwen3", num_hidden_layers=1)
-    plain = copy.deepcopy(model)
-    torch.compiler.reset()
-    compile_layers(TreeEngine(model).lm, "aot_eager", attention_inside=True)
+    model, plain = compiled_layer()
     [rows] = trees(1, seed=3)
     _, _, expected = flat_sft(plain, rows)
     step(model, rows)
@@ -65,10 +71,7 @@ def test_its_graph_has_an_operator_and_its_gradients_are_those_of_flat_training(
 
 @pytest.mark.exhaustive
 def test_a_budget_has_gateways_which_stay_outside() -> None:
-    model = tiny_model("qwen3", num_hidden_layers=1)
-    plain = copy.deepcopy(model)
-    torch.compiler.reset()
-    compile_layers(TreeEngine(model).lm, "aot_eager", attention_inside=True)
+    model, plain = compiled_layer()
     [rows] = trees(1, seed=3)
     _, _, expected = flat_sft(plain, rows)
     for budget in (4, None):
