@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from treewise.nn import edge_values as of_values
 from treewise.nn import lm_head
-from treewise.nn.held_logits import hold_logits, joined
+from treewise.nn.held_logits import hold_logits
 from treewise.nn.lm_head import OUTPUTS, Head, edge_loss, edge_values
 from treewise.nn.module_head import ModuleHead
 
@@ -96,9 +96,8 @@ def test_values_and_gradients(
     scale=st.sampled_from([1.0, 0.3]),
     has_bias=st.booleans(),
     given_names=st.sampled_from([("log_probs",), ("entropy",), OUTPUTS]),
-    is_joined=st.booleans(),
 )
-def test_held_logits_give_the_gradients_of_a_graph(seed, max_logits, scale, has_bias, given_names, is_joined) -> None:
+def test_held_logits_give_the_gradients_of_a_graph(seed, max_logits, scale, has_bias, given_names) -> None:
     """Of some of the edges, the others have none; several edges may share a row."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -116,10 +115,6 @@ def test_held_logits_give_the_gradients_of_a_graph(seed, max_logits, scale, has_
     head = Head(weight, bias, scale, temperature=0.7)
     values = edge_values(hidden, head, source, target, OUTPUTS)
     held = hold_logits(hidden, head, source, target, OUTPUTS)
-    if is_joined:
-        cut = int(np.searchsorted(source, 2))  # after two rows
-        parts = (hidden[:2], source[:cut], target[:cut]), (hidden[2:], source[cut:] - 2, target[cut:])
-        held = joined([hold_logits(rows, head, edges, tokens, OUTPUTS) for rows, edges, tokens in parts])
     values_held = held.values()
     for name in OUTPUTS:
         torch.testing.assert_close(values_held[name], values[name].detach(), rtol=0, atol=1e-12)

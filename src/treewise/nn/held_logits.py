@@ -6,7 +6,6 @@ layers are held anyway, as in a window, logits are a tenth of what these take.
 Letters: R rows, E edges of them, U rows with a gradient, M model width, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -79,7 +78,7 @@ class HeldLogits:
         if logprob_grad is None:
             logprob_grad = torch.zeros_like(next(iter(grads.values())))
         factor = head.scale / head.temperature
-        size = max(1, _most(device) // self.logits.shape[1])
+        size = max(1, MAX_LOGITS.get(device.type, MAX_LOGITS["cpu"]) // self.logits.shape[1])
         for start in range(0, len(used), size):
             low, high = np.searchsorted(place, (start, start + size))
             rows: Tensor | slice = used_U[start : start + size]
@@ -111,29 +110,3 @@ def hold_logits(
     lse = over_rows(partial(torch.logsumexp, dim=1), logits)
     entropy = lse - over_rows(means, logits, lse[:, None]) if "entropy" in outputs else None
     return HeldLogits(source, target, rows, logits, lse, entropy)
-
-
-def joined(held: Sequence[HeldLogits]) -> HeldLogits:
-    """All edges of several, one after the other, so that a backward has products of many rows."""
-    if len(held) == 1:
-        return held[0]
-    starts = np.cumsum([0, *(len(each.rows) for each in held)])
-    entropies = [each.entropy for each in held if each.entropy is not None]
-    return HeldLogits(
-        np.concatenate([each.source + start for each, start in zip(held, starts, strict=False)]),
-        torch.cat([each.target for each in held]),
-        torch.cat([each.rows for each in held]),
-        torch.cat([each.logits for each in held]),
-        torch.cat([each.lse for each in held]),
-        torch.cat(entropies) if entropies else None,
-    )
-
-
-def num_joined(held: Sequence[HeldLogits]) -> int:
-    """How many, from the last one back, one product of the backward takes: calls of few rows leave it half empty."""
-    sizes = np.cumsum([each.logits.numel() for each in reversed(held)])
-    return max(1, int(np.searchsorted(sizes, _most(held[-1].logits.device), side="right")))
-
-
-def _most(device: torch.device) -> int:
-    return MAX_LOGITS.get(device.type, MAX_LOGITS["cpu"])

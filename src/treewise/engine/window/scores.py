@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from treewise.engine.window.known_rows import GrowingRows, lengthened
-from treewise.nn.held_logits import HeldLogits, can_hold, hold_logits, joined, num_joined
+from treewise.nn.held_logits import HeldLogits, can_hold, hold_logits
 from treewise.nn.lm_head import AnyHead, edge_loss, edge_values
 from treewise.nn.platform.tensors import to_device
 
@@ -150,16 +150,14 @@ class Scores:
             return
         is_used = torch.stack([total != 0 for total in totals.values()]).any(0).cpu().numpy()
         while self._held:
-            first = len(self._held) - num_joined([each.logits for each in self._held])
-            held, self._held = self._held[first:], self._held[:first]
-            places = np.concatenate([np.arange(each.places.start, each.places.stop) for each in held])
-            edges = np.flatnonzero(is_used[places])
-            is_used[places] = False
+            held = self._held.pop()  # free once it is done
+            edges = np.flatnonzero(is_used[held.places])
+            is_used[held.places] = False
             if len(edges):
-                index = to_device(places[edges], hidden.device)
+                index = to_device(held.first + edges, hidden.device)
                 own = {name: total.index_select(0, index) for name, total in totals.items()}
-                rows, grad = joined([each.logits for each in held]).backward(edges, own, head)
-                yield np.concatenate([each.numbers for each in held])[rows], grad
+                rows, grad = held.logits.backward(edges, own, head)
+                yield held.numbers[rows], grad
         used = np.flatnonzero(is_used[self._places])  # in the order of the keys
         if len(used):
             yield self._again(used, totals, hidden, head)
