@@ -42,7 +42,8 @@ class Together:
             ConfigError: several passes, each of which would run a hook on an accumulated gradient.
             DataError: a token id beyond the vocabulary.
         """
-        is_cut = not self._engine.plan(forest).is_whole
+        most = self._engine.max_tokens
+        is_cut = most is not None and forest.num_tokens > most
         if is_cut:
             why = "and each pass over a batch above max_tokens would run it. Take it off, or leave max_tokens out."
             refuse_hooks(self._engine.model, why)
