@@ -1,10 +1,11 @@
 """`share_prefixes`: one line that makes a model compute shared prefixes once, in any loop that trains it."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from treewise.distributed import ranks
 from treewise.distributed.others_shards import OthersShards, shards_of
@@ -12,6 +13,7 @@ from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError, check_choice
 from treewise.integrations.batch_verification import BatchReport, LossOf, verify_batch
+from treewise.integrations.batches.late_sum import summed_late
 from treewise.integrations.batches.tree_batches import TreeBatches
 from treewise.integrations.decoder import DecoderSeam
 from treewise.integrations.trl import FusedSeam, has_fused_head
@@ -21,13 +23,20 @@ from treewise.nn.wrapped import is_peft, unwrap_model
 class Sharing:
     """What `share_prefixes` does to one model: `counts` are its statistics, `remove()` undoes it.
 
-    model: without wrappers and PEFT. shards: of a model that FSDP2 divides over the processes.
+    model: without wrappers and PEFT. shards: of a model that FSDP2 divides over the processes. parallel: DDP around it.
     """
 
     def __init__(
-        self, model: Any, engine: TreeEngine, min_ratio: float, *, windows: bool, shards: OthersShards | None = None
+        self,
+        model: Any,
+        engine: TreeEngine,
+        min_ratio: float,
+        *,
+        windows: bool,
+        shards: OthersShards | None = None,
+        parallel: DistributedDataParallel | None = None,
     ) -> None:
-        self.model, self.engine, self.shards = model, engine, shards
+        self.model, self.engine, self.shards, self._parallel = model, engine, shards, parallel
         self._batches = TreeBatches(engine, model, min_ratio, windows=windows, shards=shards)
         self.counts = self._batches.counts
         self._decoder = DecoderSeam(model, self._batches, self._take_fused_head)
@@ -88,9 +97,11 @@ class Sharing:
         """`TreeEngine.window`: calls inside share what they have in common, and gradients are there at its end.
 
         For a loop of your own: around all forwards and backwards between two optimizer steps. Loops of accelerate need
-        none (`accelerator.backward`).
+        none (`accelerator.backward`). Of several processes `share_prefixes` gets the model with DDP around it, which
+        adds gradients up at the end.
         """
-        with ExitStack() as ending, self.engine.window(**settings) as window:
+        late = nullcontext() if self._parallel is None else summed_late(self._parallel)
+        with late, ExitStack() as ending, self.engine.window(**settings) as window:
             yield window
             ending.enter_context(self.paused())
 
@@ -127,7 +138,8 @@ def share_model(
     base: Any = outer.get_base_model() if is_peft(outer) else outer
     engine = TreeEngine(base, max_tokens, attention, router_aux_loss=False)
     shards = shards_of(model, base.base_model)
-    return Sharing(base, engine, min_ratio, windows=window is not None, shards=shards)
+    parallel = model if isinstance(model, DistributedDataParallel) else None
+    return Sharing(base, engine, min_ratio, windows=window is not None, shards=shards, parallel=parallel)
 
 
 def _refuse_wrappers(model: nn.Module) -> None:

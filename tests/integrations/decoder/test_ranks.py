@@ -93,7 +93,7 @@ def test_steps_of_accelerate_are_those_of_one_process(two, number):
         weights, printed = two[rank][f"steps {number}"]
         for name, each in flat.items():
             torch.testing.assert_close(weights[name], each, rtol=CLOSE, atol=CLOSE)
-        assert "several processes" in printed
+        assert f"one another: {0 if number == 1 else 3} steps so far" in printed
 
 
 def test_what_is_refused_by_name(two):

@@ -3,7 +3,8 @@
 accelerate's loops (transformers.Trainer, TRL, axolotl, ms-swift, LLaMA-Factory, a loop with `accelerator.accumulate`)
 say before each forward whether more micro-batches follow (`GradientState.sync_gradients`), and call
 `accelerator.backward`, after which they clip. So a window opens at a call after which more follow, and ends in the last
-`backward`, before anything reads a gradient.
+`backward`, before anything reads a gradient. With several processes under DDP each has a window of its own, and their
+gradients are added up when it has ended (`late_sum`).
 """
 
 import functools
@@ -15,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from treewise.base import features
 from treewise.distributed import ranks
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.integrations.batches.late_sum import LateSum, why_not
 from treewise.nn.wrapped import is_peft, unwrap_model
 from treewise.tree.forest import Forest
 
@@ -47,10 +50,8 @@ class AccumulationWindow:
         self._calls: StepCalls
         self._window: Window | None = None
         self.num_windows = 0
+        self._late_sum: LateSum | None = None  # of several processes, once a call has shown their DDP
         self.why_off: str | None = None
-        if ranks.count() > 1:
-            self.why_off = "several processes, whose gradients are added up in each backward"
-            return
         try:
             self._window = features.window.new_window(engine)
         except (ConfigError, UnsupportedModelError) as error:
@@ -67,7 +68,25 @@ class AccumulationWindow:
         """Whether the present call belongs to several between two steps."""
         if self._engine.in_window is not None:  # the caller's own
             return True
-        return self._window is not None and (more_follow() or self._calls.num_flat_tokens > 0)
+        return self._is_ready() and (more_follow() or self._calls.num_flat_tokens > 0)
+
+    def _is_ready(self) -> bool:
+        """Whether a window may open; of several processes, under a DDP that adds up late. The first call shows it."""
+        if self._window is None or ranks.count() == 1 or self._late_sum is not None:
+            return self._window is not None
+        parallel = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001
+        if parallel is None or not self._is_inside(parallel):
+            self.why_off = "several processes, and a forward outside of DDP's"
+            return False
+        self.why_off = why_not(parallel)
+        if self.why_off is None:
+            self._late_sum = LateSum(parallel, lambda: self._is_open)
+        return self.why_off is None
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether this step has calls that a window may hold."""
+        return self._window is not None and self._is_worth_it and self._calls.num_flat_tokens > 0
 
     @contextmanager
     def around(self, forest: Forest) -> Iterator[None]:
@@ -103,21 +122,26 @@ class AccumulationWindow:
         self.num_windows += self._window.num_calls > 0
         with self.paused():
             self._window.end()
+        if self._late_sum is not None:
+            self._late_sum.add_up()
 
     def off(self) -> None:
         """No window from now on; gradients that came back are added first."""
         self.end()
         self._window, self.why_off = None, "switched off"
+        if self._late_sum is not None:
+            self._late_sum.remove()
         _listening.discard(self)
         _stop_listening()
 
     def is_trained_by(self, accelerator: Any) -> bool:
         """Whether an accelerator has prepared this model."""
-        for each in accelerator._models:  # noqa: SLF001
-            inner = unwrap_model(each)
-            if self._model in (inner, inner.get_base_model() if is_peft(inner) else inner):
-                return True
-        return False
+        models = accelerator._models  # noqa: SLF001
+        return any(map(self._is_inside, models))
+
+    def _is_inside(self, wrapped: Any) -> bool:
+        inner = unwrap_model(wrapped)
+        return self._model in (inner, inner.get_base_model() if is_peft(inner) else inner)
 
 
 def more_follow() -> bool:
@@ -125,7 +149,7 @@ def more_follow() -> bool:
     module = sys.modules.get("accelerate.state")
     if module is None or not module.GradientState._shared_state:  # noqa: SLF001
         return False
-    return not module.GradientState().sync_gradients and ranks.count() == 1
+    return not module.GradientState().sync_gradients
 
 
 def _listen(window: AccumulationWindow) -> None:
