@@ -7,11 +7,14 @@ line and `window=None`, which shares what one micro-batch holds. Micro-batches g
 * TRL's GRPOTrainer on a group of 8 (prompts of 500 tokens, answers of 50 to 100) in micro-batches of 1, 2 and 8;
 * TRL's DPOTrainer on 4 answers to a prompt, in pairs with the first, one pair at a time;
 * transformers.Trainer on the logged calls of one run (14 rows, share ratio 4.9), one call at a time;
-* `treewise serve` with LoRA, one datum in each call: 16 samples of 64 tokens after a prompt of 512, an episode of 8
-  turns, and a run in which nothing is shared. Contestants: `--window none`, with a window, and all rows in one call.
+* `treewise serve` with LoRA, one datum in each call: the group of 8, 16 samples of 64 tokens after a prompt of 512, an
+  episode of 8 turns, and a run in which nothing is shared. Contestants: `--window none`, with a window, and all rows in
+  one call.
 
 The bound: FLOPs of all rows over those of the tree; times 3/4 where the window let its graphs go (docs/windows.md).
-For `serve` also: what parts of a call take, and what of a waiting client's time is the server's (SDK over HTTP).
+For `serve` also: how fast products of a call's rows are beside those of whole rows, which no window can mend while each
+call is answered before the next comes; what parts of a call take; and what of a waiting client's time is the server's
+(SDK over HTTP).
 
     python benchmarks/bench_windows.py [--cases grpo-1 ...] [--repetitions 3] [--cpu_seconds]
 
@@ -37,7 +40,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from tree_shapes import recorded
 
 import treewise
-from treewise.engine.window import Window, chunks, scores
+from treewise.engine.window import StepCalls, Window, chunks, scores
 from treewise.models.load_model import DEMO_MODEL
 from treewise.serve.journal import RequestJournal
 from treewise.serve.weights import ServedModel
@@ -49,6 +52,7 @@ VOCABULARY = 16_384
 
 MODEL = DEMO_MODEL  # of `serve`
 SERVED = {
+    "serve-group": "GRPO: a group of 8",
     "serve": "GRPO: 16 samples after a prompt of 512",
     "serve-episode": "episode: 8 turns, one row a turn",
     "serve-alone": "SFT: a recorded run, nothing shared",
@@ -191,12 +195,19 @@ def logged_calls() -> tuple[Any, ...]:
     return LlamaForCausalLM(config).train(), make, parts, _forest(batch)
 
 
+def sequences_of(name: str, vocabulary: int) -> list[list[int]]:
+    """Rows of a case of `serve`."""
+    if name == "serve-group":
+        return [np.concatenate(row).tolist() for row in groups(1, 8, 500, 100)]
+    return bench_serve.workloads(vocabulary)[SERVED[name]]
+
+
 def served_calls(name: str, repetitions: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Steps of a run whose rows come one at a time, with a window and without, and all at once."""
     models = {window: bench_serve.served(MODEL, "all", window=window) for window in ("auto", "none")}
     weights = {window: model.new_weights(bench_serve.Shape(bench_serve.RANK), 0) for window, model in models.items()}
     windows = {window: model.new_window() for window, model in models.items()}
-    rows = bench_serve.rows_of(bench_serve.workloads(models["auto"].vocabulary)[SERVED[name]])
+    rows = bench_serve.rows_of(sequences_of(name, models["auto"].vocabulary))
 
     def step(window: str, calls: list[list[Any]]) -> list[torch.Tensor]:
         model, own = models[window], weights[window]
@@ -229,9 +240,36 @@ def served_calls(name: str, repetitions: int, clock: Callable[[], float]) -> dic
         **speed_up_of(models["none"].base, forest, seconds["plain"]["median"], seconds["window"]["median"]),
         "gradient_difference": difference,
         "seconds": seconds,
+        "products": products(models["none"].base, [row.token_ids for row in rows]),
         **({"of_step": shares(parts, whole, "the engine's Python")} if any(parts.values()) else {}),  # none: no window
         "of_client": waiting_client(name),
     }
+
+
+@torch.no_grad()
+def products(model: Any, rows: list[np.ndarray]) -> float:
+    """The rate of products with the layers' weights, forward and backward, of each call's new tokens over whole rows'."""
+    calls, sizes = StepCalls(), []
+    for row in rows:
+        before = calls.num_tree_tokens
+        calls.add(Forest.from_trajectories([Trajectory(row)]))
+        sizes.append(calls.num_tree_tokens - before)
+    named = model.named_parameters()
+    weights = [each for name, each in named if ".layers." in name and each.dim() == 2 and "lora" not in name]
+
+    @functools.cache
+    def seconds_per_token(size: int) -> float:
+        def run() -> None:
+            for each in weights:
+                torch.zeros(size, each.shape[0]) @ each
+                torch.zeros(size, each.shape[1]) @ each.T
+
+        return float(np.median(paired_seconds({"": run}, 5)[""])) / size
+
+    def mean(sizes: list[int]) -> float:
+        return sum(size * seconds_per_token(size) for size in sizes) / sum(sizes)
+
+    return mean([len(row) for row in rows]) / mean([size for size in sizes if size])
 
 
 def waiting_client(name: str) -> dict[str, float]:
@@ -242,7 +280,7 @@ def waiting_client(name: str) -> dict[str, float]:
     with bench_serve.running(MODEL) as (url, model):
         client = tinker.ServiceClient(base_url=url, api_key="tml-local")
         run = client.create_lora_training_client(base_model=model, rank=bench_serve.RANK).result()
-        data = bench_serve.data_of(bench_serve.workloads(8192)[SERVED[name]])
+        data = bench_serve.data_of(sequences_of(name, 8192))
 
         def step() -> float:
             begun = time.perf_counter()

@@ -19,6 +19,7 @@ CASES = {
     **{f"grpo-{size}": f"TRL GRPO, batch size {size}" for size in (1, 2, 8)},
     "dpo-1": "TRL DPO, batch size 1",
     "calls-1": "Trainer, calls of an agent, batch size 1",
+    "serve-group": "serve, one datum a call: a group of 8",
     "serve": "serve, one datum a call: 16 samples",
     "serve-episode": "serve, one datum a call: 8 turns",
     "serve-alone": "serve, nothing shared",
@@ -159,6 +160,10 @@ def of_windows(record: dict[str, Any]) -> str:
             f"{row['gradient_difference']:.0e} |"
         )
     for row in record["rows"]:
+        if "products" in row:
+            reached = row["efficiency"] / row["products"]
+            told = f"products of its calls run at {row['products']:.2f} of the rate of whole rows'"
+            lines += ["", f"{CASES[row['case']]}: {told}; **{reached:.2f}** of what they allow."]
         for key, what in (("of_step", "A step"), ("of_client", "The time of a client over HTTP")):
             if key in row:
                 parts = ", ".join(f"{part} {share:.1%}" for part, share in row[key].items())
