@@ -248,7 +248,7 @@ def served_calls(name: str, repetitions: int, clock: Callable[[], float]) -> dic
 
 @torch.no_grad()
 def products(model: Any, rows: list[np.ndarray]) -> float:
-    """The rate of products with the layers' weights, forward and backward, of each call's new tokens over whole rows'."""
+    """Rate of products with the layers' weights, forward and backward, of calls' new tokens over that of whole rows."""
     calls, sizes = StepCalls(), []
     for row in rows:
         before = calls.num_tree_tokens
