@@ -14,6 +14,7 @@ from transformers import Trainer
 import treewise as tw
 from tests.distributed.test_mesh import fork_ranks
 from tests.integrations.batches.test_accumulation import ROWS, collate, model_of, three_steps
+from treewise.errors import ConfigError
 from treewise.testing.oracle import gradient_error
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("integrations/batches/test_late_sum")]
@@ -111,6 +112,16 @@ def own_loop(line):
     return grads, sharing and sharing.counts.share_ratio
 
 
+def inside_alone():
+    """What is said where DDP is not known, and would add up in each backward."""
+    model = model_of()
+    sharing = tw.share_prefixes(model)
+    parallel = DistributedDataParallel(model)
+    with pytest.raises(ConfigError) as error, sharing.window():
+        parallel(**collate(ROWS[:1]))
+    return str(error.value)
+
+
 def hooked():
     """What is printed where a hook on a gradient would run on a part of it."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -130,6 +141,7 @@ def two(tmp_path_factory):
     def work():
         found = {name: (steps(case, True), steps(case, False)) for name, case in CASES.items()}
         found["Trainer"] = trained(folder, True), trained(folder, False)
+        found["inside alone"] = inside_alone()
         found["own loop"] = own_loop(line=True), own_loop(line=False)
         return {**found, "hooks": hooked()}
 
@@ -154,6 +166,11 @@ def test_a_loop_of_ones_own(two):
     for (found, ratio), (expected, _) in (each["own loop"] for each in two):
         assert gradient_error(found, expected) < CLOSE
         assert ratio > 1.5
+
+
+def test_a_window_that_knows_no_ddp_refuses_its_calls(two):
+    for found in two:
+        assert "the model with DDP around it" in found["inside alone"]
 
 
 def test_hooks_on_gradients_leave_ddp_as_it_is(two):

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from treewise.base import features
 from treewise.distributed import ranks
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.integrations.batches.late_sum import LateSum, why_not
+from treewise.integrations.batches.late_sum import LateSum, active, why_not
 from treewise.nn.wrapped import is_peft, unwrap_model
 from treewise.tree.forest import Forest
 
@@ -74,7 +73,7 @@ class AccumulationWindow:
         """Whether a window may open; of several processes, under a DDP that adds up late. The first call shows it."""
         if self._window is None or ranks.count() == 1 or self._late_sum is not None:
             return self._window is not None
-        parallel = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001
+        parallel = active()
         if parallel is None or not self._is_inside(parallel):
             self.why_off = "several processes, and a forward outside of DDP's"
             return False

@@ -96,6 +96,22 @@ def why_not(parallel: DistributedDataParallel) -> str | None:
     return None
 
 
+def active() -> DistributedDataParallel | None:
+    """The DDP whose forward is running."""
+    found: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001
+    return found
+
+
+def refuse_early_sum() -> None:
+    """Raises `ConfigError` for a call in a window after whose backward DDP would add up what is not there yet."""
+    parallel = active()
+    if parallel is not None and torch.is_grad_enabled() and parallel.require_backward_grad_sync:
+        raise ConfigError(
+            "DDP would add gradients up after this call's backward, and those of a window come at its end. Give "
+            "share_prefixes the model with DDP around it, or call it within `model.no_sync()`."
+        )
+
+
 def summed_parameters(parallel: DistributedDataParallel) -> list[nn.Parameter]:
     """Those that DDP adds up."""
     return [each for name, each in parallel.module.named_parameters() if name not in parallel.parameters_to_ignore]

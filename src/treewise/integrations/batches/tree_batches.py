@@ -34,6 +34,7 @@ from treewise.integrations.batches.batch_forest import (
     Rows,
     WholeRows,
 )
+from treewise.integrations.batches.late_sum import refuse_early_sum
 from treewise.integrations.batches.positions import cuts_packed_rows, has_relative_positions
 from treewise.integrations.batches.router_reader import router_loss_of, router_loss_reader
 from treewise.integrations.batches.together import Offer, Together
@@ -261,6 +262,8 @@ class TreeBatches:
             plan = self.engine.plan(forest)
             if window is None:
                 refuse_pieces_on_several_ranks(plan, self.engine.model)
+            else:
+                refuse_early_sum()
             values = self.engine.values(plan, readers, pixels_of)
             if window is None or window.num_calls == before[0]:  # by itself
                 return Computed(values, forest.num_tokens, plan.num_computed_tokens)
