@@ -24,9 +24,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import needs
-from treewise.testing import shape_checks
+from tests.stated_shapes import check_stated_shapes
 
-shape_checks.install("treewise.nn", "treewise.engine", "treewise.objectives")
+check_stated_shapes("treewise.nn", "treewise.engine", "treewise.objectives")
 
 settings.register_profile(
     "ci", deadline=None, derandomize=True, max_examples=6, suppress_health_check=[HealthCheck.too_slow]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-NUM_FLIPS, NUM_CUTS = 200, 20
+NUM_FLIPS, NUM_CUTS = 60, 10
 OTHERS = (b"", b"null", b"[]", b'"text"', b"3", b"{}", b"[[[", b"\xff\xfe\x00", b"[" * 5000)
 
 

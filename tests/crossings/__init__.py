@@ -13,7 +13,7 @@ that it recorded, with credit by comparing prefixes, and each recorded log-prob 
 
 Counted are draws that are equal, refused (by an error of ours), impossible (transformers, PEFT or torch refuse them
 without treewise, or flat training is itself wrong), and wrong: printed, and shrunk to the fewest settings that leave
-them wrong. `make test` judges the same 40 draws each time.
+them wrong. `make test` judges the same 10 draws each time, `make test-all` 40.
 """
 
 from tests.crossings import online, sides, space

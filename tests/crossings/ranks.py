@@ -7,9 +7,12 @@ import atexit
 import multiprocessing
 import os
 import time
+import warnings
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 
 from tests.crossings.drawing import Draw, ImpossibleError, Outcome, WrongError, judged
 from tests.trainer.forked_ranks import free_port
@@ -25,16 +28,17 @@ class Pool:
     """So many processes of one gloo group."""
 
     def __init__(self, num_ranks: int) -> None:
-        context, self.num_draws = multiprocessing.get_context("spawn"), 0
-        port = free_port()
-        pipes = [context.Pipe() for _ in range(num_ranks)]
-        self.ends = [own for own, _ in pipes]
-        self.workers = [
-            context.Process(target=work, args=(theirs, rank, num_ranks, port), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for worker, (_, theirs) in zip(self.workers, pipes, strict=True):
-            worker.start()
+        context, self.num_draws, port = multiprocessing.get_context("fork"), 0, free_port()  # all is imported here
+        self.ends: list[Connection] = []
+        self.workers: list[Any] = []
+        for rank in range(num_ranks):
+            own, theirs = context.Pipe()
+            self.ends.append(own)
+            arguments = (theirs, rank, num_ranks, port, tuple(self.ends))
+            self.workers.append(context.Process(target=work, args=arguments, daemon=True))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; a worker needs none
+                self.workers[-1].start()
             theirs.close()
 
     def judge(self, draw: Draw) -> Outcome:
@@ -81,8 +85,11 @@ def check(draw: Draw, num_ranks: int) -> None:
         raise WrongError(outcome.text)
 
 
-def work(end: Connection, rank: int, num_ranks: int, port: int) -> None:
-    """Answers draws until the other end is closed."""
+def work(end: Connection, rank: int, num_ranks: int, port: int, of_parent: tuple[Connection, ...]) -> None:
+    """Answers draws until the other end is closed, of which a fork has copies."""
+    for each in of_parent:
+        each.close()
+    AcceleratorState._reset_state(reset_partial_state=True)  # of runs of the parent
     from tests.crossings import sides
 
     group = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port, "RANK": rank}

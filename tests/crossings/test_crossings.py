@@ -57,7 +57,7 @@ NUM_DRAWS = 40
 
 
 @IMAGES
-@pytest.mark.representatives("0", "1")
+@pytest.mark.representatives("0")
 @pytest.mark.parametrize("part", range(4))
 def test_forty_draws_are_equal_or_refused(part):
     """The first draws of seed 0 in one process; `make crossings` has the others."""

@@ -115,7 +115,7 @@ def test_a_damaged_cache_is_rendered_again_with_a_warning(suffix, write, tokeniz
     first = load_trees(path, tokenizer, cache_dir=cache, num_workers=0)
     [entry] = cache.iterdir()
     assert entry.suffix == suffix
-    for how in damages(entry):
+    for how in damages(entry, num_flips=40, num_cuts=5):
         again = load_trees(path, tokenizer, cache_dir=cache, num_workers=0)
         same(first, again)
         line, *rest = again.report.warnings

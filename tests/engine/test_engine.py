@@ -70,9 +70,10 @@ LORA = ("lora", "dora", "lora_head", "lora_embedding", "lora_one_layer")
 SETTINGS = [
     {"offload": True, "budget": "half", "hold": "never"},
     {"offload": True, "budget": "half", "hold": "always", "attention": "reference"},
-    *({"trained": each, "budget": budget} for each in ("last_layer", *LORA) for budget in ("whole", "tiny")),
+    *({"trained": each, "budget": "tiny"} for each in ("last_layer", *LORA)),
     {"variant": "tied", "budget": "tiny"},
     {"family": "mixtral", "variant": "routed", "budget": "tiny", "checkpoints": "on"},
+    *(pytest.param({"trained": each}, marks=pytest.mark.exhaustive) for each in ("last_layer", *LORA)),
 ]
 
 

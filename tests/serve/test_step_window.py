@@ -70,6 +70,7 @@ def serial(url, loss, steps=3, order=0):
     return np.array(curve), counts
 
 
+@pytest.mark.representatives("ppo", "gspo", "custom")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_one_datum_at_a_time_trains_as_rows_alone(loss, tmp_path):
     """In float64 the curve is that of rows alone, and each token of a step is computed once."""
@@ -85,8 +86,15 @@ def test_one_datum_at_a_time_trains_as_rows_alone(loss, tmp_path):
         assert apart is None
 
 
+@pytest.mark.representatives("12", "7-45")
 @pytest.mark.parametrize(
-    "settings", [{"max_tokens": "auto"}, {"max_tokens": "12"}, {"window": "60"}, {"max_tokens": "7", "window": "45"}]
+    "settings",
+    [
+        pytest.param({"max_tokens": "auto"}, id="auto"),
+        pytest.param({"max_tokens": "12"}, id="12"),
+        pytest.param({"window": "60"}, id="60"),
+        pytest.param({"max_tokens": "7", "window": "45"}, id="7-45"),
+    ],
 )
 def test_budgets_and_bounds(settings, tmp_path):
     """Graphs that are not held, and windows that end before their step because they are full."""
@@ -168,11 +176,19 @@ def steps_of(served, name, seeds, seq=0):
 SEEDS = (1, 2, 1, 3, 3, 3, 4, 5, 6, 7, 7, 1)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing disturbs."""
+    served = Served(tmp_path_factory.mktemp("whole"), snapshot_every=2)
+    served.run("a:train:0")
+    steps_of(served, "a:train:0", SEEDS)
+    return served
+
+
+@pytest.mark.representatives("1", "3", "7", "15")
 @pytest.mark.parametrize("killed_after", range(1, 16, 2))
-def test_a_run_that_is_killed_within_a_window_ends_with_the_same_bits(killed_after, tmp_path):
-    name, whole = "a:train:0", Served(tmp_path / "whole", snapshot_every=2)
-    whole.run(name)
-    steps_of(whole, name, SEEDS)
+def test_a_run_that_is_killed_within_a_window_ends_with_the_same_bits(killed_after, whole, tmp_path):
+    name = "a:train:0"
     served = Served(tmp_path / "killed", snapshot_every=2)
     served.run(name)
     seq = 0
@@ -189,19 +205,17 @@ def test_a_run_that_is_killed_within_a_window_ends_with_the_same_bits(killed_aft
 
 def test_a_run_that_is_evicted_within_a_window_ends_with_the_same_bits(tmp_path):
     """Two runs take turns in a memory for one."""
-    names = "a:train:0", "b:train:0"
+    names, seeds = ("a:train:0", "b:train:0"), SEEDS[:6]
     served, alone = Served(tmp_path / "both", max_models=1), Served(tmp_path / "alone")
     for name in names:
         served.run(name)
         alone.run(name)
-    steps_of(alone, names[0], SEEDS)
-    steps_of(alone, names[1], SEEDS[::-1])
+    steps_of(alone, names[0], seeds)
+    steps_of(alone, names[1], seeds[::-1])
     seqs = dict.fromkeys(names, 0)
-    for count in range(1, len(SEEDS) + 1):
-        for name, seeds in zip(names, (SEEDS, SEEDS[::-1]), strict=True):
-            for kind, body in [("forward_backward", call(seeds[count - 1]))] + [("optim_step", RATE)] * (
-                count % 3 == 0
-            ):
+    for count in range(1, len(seeds) + 1):
+        for name, own in zip(names, (seeds, seeds[::-1]), strict=True):
+            for kind, body in requests(own[count - 1], count):
                 seqs[name] += 1
                 served.ask(name, seqs[name], kind, body)
     for name in names:

@@ -36,6 +36,8 @@ def test_an_index_of_floats() -> None:
 
 def test_methods_and_functions_without_shapes_are_as_they_were() -> None:
     assert Gateway.add_state_gradients.__annotations__["grad"] is torch.Tensor
+    assert not hasattr(Gateway.add_state_gradients, "__wrapped__")  # tests/stated_shapes.py
+    assert hasattr(extend, "__wrapped__")
 
 
 def test_a_package_that_is_imported_already() -> None:

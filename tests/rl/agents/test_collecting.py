@@ -219,6 +219,7 @@ def test_rewards_of_calls_are_at_their_last_tokens():
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.representatives("rewriting-3-0-token_mean", "hostile-5-2-rollout_mean")
 @pytest.mark.parametrize("normalization", ["token_mean", "rollout_mean"])
 @pytest.mark.parametrize(("agent", "num_episodes", "num_failed"), [("rewriting", 3, 0), ("hostile", 5, 2)])
 def test_training_on_an_agents_calls_is_a_plain_loop_over_them(agent, num_episodes, num_failed, normalization):

@@ -80,6 +80,7 @@ def on_two(work):
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * NUM_RANKS
 
 
+@pytest.mark.representatives("half", "nothing")
 @pytest.mark.parametrize("agent", CASES)
 def test_two_processes_are_one(agent, tmp_path):
     def work(rank):

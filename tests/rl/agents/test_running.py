@@ -283,8 +283,9 @@ def test_a_client_that_is_made_when_the_module_is_loaded(code, words, tmp_path, 
         pass
 
 
-@pytest.mark.parametrize("key", ["", "api_key='sk-own'"])
-@pytest.mark.parametrize("sdk", ["openai.OpenAI", "openai.AsyncOpenAI", "anthropic.Anthropic"])
+@pytest.mark.parametrize(
+    ("sdk", "key"), [("openai.OpenAI", ""), ("openai.AsyncOpenAI", "api_key='sk-own'"), ("anthropic.Anthropic", "")]
+)
 def test_a_client_of_an_official_sdk_that_is_made_when_the_module_is_loaded(sdk, key, tmp_path, own_keys):
     package = sdk.partition(".")[0]
     pytest.importorskip(package)

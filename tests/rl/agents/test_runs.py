@@ -46,10 +46,16 @@ def weights_of(trainer):
     return torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
 
 
-def test_a_run_learns_from_an_agents_episodes(tmp_path):
-    trainer = new_trainer(tmp_path, "rewriting")
+@pytest.fixture(scope="module")
+def rewriting(tmp_path_factory):
+    """The run of an agent that rewrites its history in every way, its weights before, and its last log."""
+    trainer = new_trainer(tmp_path_factory.mktemp("rewriting"), "rewriting")
     before = weights_of(trainer).clone()
-    logs = trainer.train()
+    return trainer, before, trainer.train()
+
+
+def test_a_run_learns_from_an_agents_episodes(rewriting):
+    trainer, before, logs = rewriting
     assert not torch.equal(before, weights_of(trainer))
     assert logs["num_rollouts"] == 6
     assert logs["agent_calls"] == 6 * 16
@@ -62,7 +68,7 @@ def test_a_run_learns_from_an_agents_episodes(tmp_path):
     assert logs["share_ratio"] > 2
     assert logs["logprob_gap"] == pytest.approx(1.0, abs=1e-4)
     assert {"eval_reward", "eval_pass@1"} <= set(logs)
-    trees = load_trees(str(tmp_path / "rollouts" / "iteration-00002.jsonl"))
+    trees = load_trees(str(trainer.folder / "rollouts" / "iteration-00002.jsonl"))
     rows = [row for tree in trees for row in tree.flat_trajectories()]
     assert sum(int((row.loss_weights > 0).sum()) for row in rows) == logs["trained_tokens"]
     assert len({(row.group, row.rollout) for row in rows}) == 6
@@ -73,7 +79,7 @@ def test_a_run_learns_from_an_agents_episodes(tmp_path):
 @pytest.mark.parametrize("replay", ["exact", "by_tokens", "off"])
 def test_a_mixture_trains_through_the_experts_of_its_episodes(tmp_path, replay):
     model = mixture(max_position_embeddings=4096)
-    trainer = new_trainer(tmp_path, "rewriting", model=model, routing_replay=replay, eval_every=0)
+    trainer = new_trainer(tmp_path, "rewriting", model=model, routing_replay=replay, eval_every=0, iterations=1)
     logs = trainer.train()
     rows = [json.loads(row) for row in (tmp_path / "rollouts" / "iteration-00001.jsonl").read_text().splitlines()]
     assert all(("routed_experts" in row) == (replay != "off") for row in rows)
@@ -91,11 +97,18 @@ class KilledInTestError(BaseException):
     pass
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody kills."""
+    trainer = new_trainer(tmp_path_factory.mktemp("whole"))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.representatives("1", "9", "14")
 @pytest.mark.parametrize("at", [1, 5, 9, 14])
-def test_a_run_that_is_killed_goes_on_with_what_had_ended(at, tmp_path, monkeypatch):
+def test_a_run_that_is_killed_goes_on_with_what_had_ended(at, whole, tmp_path, monkeypatch):
     """To the same weights, bit for bit; no episode that had ended is run again."""
-    whole = new_trainer(tmp_path / "whole")
-    whole.train()
     record, count = Journal.record, [0]
 
     def killing(self, *args):
@@ -110,16 +123,15 @@ def test_a_run_that_is_killed_goes_on_with_what_had_ended(at, tmp_path, monkeypa
     resumed = new_trainer(tmp_path / "cut")
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(weights_of(whole), weights_of(resumed))
-    first, second = (Path(tmp_path / name / "rollouts" / "iteration-00002.jsonl") for name in ("whole", "cut"))
+    first, second = (folder / "rollouts" / "iteration-00002.jsonl" for folder in (whole.folder, tmp_path / "cut"))
     assert first.read_bytes() == second.read_bytes()
     assert count[0] == 2 + 6 + 6 + 2 + 1  # two evaluations, two iterations, and the one that was not written
 
 
+@pytest.mark.representatives("4")
 @pytest.mark.parametrize("at", [2, 4, 8])
-def test_a_run_whose_agents_are_killed_goes_on_with_what_had_ended(at, tmp_path, monkeypatch):
+def test_a_run_whose_agents_are_killed_goes_on_with_what_had_ended(at, whole, tmp_path, monkeypatch):
     """What the others had not done is no failure of theirs."""
-    whole = new_trainer(tmp_path / "whole")
-    whole.train()
     record, count = Journal.record, [0]
     cut = new_trainer(tmp_path / "cut")
 
@@ -188,12 +200,11 @@ def test_rewards_of_calls_are_credited_by_turns(tmp_path):
     assert all(max(json.loads(row)["token_rewards"]) == np.float32(0.25) for row in rows)
 
 
-def test_the_calls_of_each_iteration_are_on_the_page(tmp_path):
+def test_the_calls_of_each_iteration_are_on_the_page(rewriting):
     """From the run to the page: as many as were made, with their text, where each went on from, and what forks cost."""
-    online = {"iterations": 2, "eval_every": 0}
-    trainer = new_trainer(tmp_path, "rewriting", **online)
-    logs = trainer.train()
-    lines = [json.loads(line) for line in (tmp_path / "calls" / "iteration-00002.jsonl").read_text().splitlines()]
+    trainer, _, logs = rewriting
+    folder = Path(trainer.folder)
+    lines = [json.loads(line) for line in (folder / "calls" / "iteration-00002.jsonl").read_text().splitlines()]
     assert len(lines) == 6
     assert sum(len(line["calls"]) for line in lines) == logs["agent_calls"]
     assert sum(sum(call["tokens"]) for line in lines for call in line["calls"]) == (
@@ -204,7 +215,7 @@ def test_the_calls_of_each_iteration_are_on_the_page(tmp_path):
     assert first["text"].startswith("<|im_start|>system\nCount.")
     assert second["from"] == 0
     assert second["text"].endswith("And?<|im_end|>\n<|im_start|>assistant\n")
-    agent = read_run(tmp_path).online.agent
+    agent = read_run(folder).online.agent
     assert agent.num_calls == logs["agent_calls"]
     assert sum(count for _, count, _ in agent.forks) == logs["agent_forks"]
     assert sum(again for _, _, again in agent.forks) == logs["written_again_tokens"]

@@ -50,12 +50,10 @@ MESHES = {
     },
 }
 RUNS = [
-    pytest.param(number, name, id=f"{name}-{number}", marks=[] if name in ("tensor", "experts") and number == 2 else [
-        pytest.mark.exhaustive
-    ])
+    pytest.param(number, name, id=f"{name}-{number}", marks=[pytest.mark.exhaustive][: (name, number) != ("tensor", 2)])
     for number, cases in MESHES.items()
     for name in cases
-]  # fmt: skip
+]
 MOVES = [
     ((2, "shards"), (2, "tensor")),
     ((2, "tensor"), (4, "tensor")),
@@ -235,7 +233,7 @@ AHEAD = {"max_staleness": 1, "iterations": 3}
 @pytest.mark.parametrize(
     ("number", "mesh"),
     [
-        pytest.param(2, {}, id="whole"),
+        pytest.param(2, {}, id="whole", marks=pytest.mark.exhaustive),
         pytest.param(2, {"sharded": True}, id="shards"),
         *(
             pytest.param(number, mesh, id=f"{number}-{mesh}", marks=pytest.mark.exhaustive)
