@@ -342,3 +342,17 @@ def test_a_server_reads_it_too_and_has_again_what_it_had(way, tmp_path, caplog):
             assert "error" not in own.ask(RUN, 11, "save_weights", {"path": "three"})
         assert f"; not by the server at {server.url}, because" in lines_of(caplog)[-1]
         own.model.close()
+
+
+def test_an_adapter_that_cannot_be_merged_is_saved_and_said_to_be_unread(tmp_path, caplog):
+    """On a head that shares its weights with the embedding."""
+    with running(StandIn()) as server:
+        tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+        more = {"sampler": "vllm", "sampler_settings": {"base_url": server.url, "weights": "reload"}}
+        own = Served(tmp_path / "served", model=str(tmp_path / "base"), **more)
+        own.run(RUN)
+        step(own, RUN, 1, 0)
+        with caplog.at_level(logging.INFO, "treewise"):
+            assert "error" not in own.ask(RUN, 3, "save_weights", {"path": "one"})
+        assert "cannot be merged" in lines_of(caplog)[-1]
+        own.model.close()
