@@ -77,7 +77,7 @@ class Job:
         """A process that torchrun started on a machine."""
         words = {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in self.machines.processes(name)}
         is_of_run = {number: b"\0treewise\0" in each for number, each in words.items()}
-        (worker,) = [each for each in words if is_of_run[each] and b"torch.distributed.run" not in words[each]]
+        (worker,) = [each for each in words if is_of_run[each] and b"treewise.cli.launch.torchrun" not in words[each]]
         os.kill(worker, signal.SIGKILL)
 
     def kill_server(self, name: str) -> None:

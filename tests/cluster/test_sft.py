@@ -48,6 +48,18 @@ def test_a_job_whose_time_ends_saves_and_goes_on(whole: jobs.Job, tmp_path: Path
         assert "trainer-n0.log" in {each.name for each in (job.output / "logs").iterdir()}
 
 
+def test_an_error_that_is_explained_ends_the_job_at_once(tmp_path: Path) -> None:
+    """By its code and its message, which the processes of the first attempt alone print."""
+    with jobs.sft(tmp_path / "run") as job:
+        with (job.folder / "rows.jsonl").open("a") as rows:
+            rows.write('{"token_ids": "none"}\n')
+        job.launch("--nodes", "2")
+        job.slurm.start()
+        assert job.slurm.wait() == 2, job.logs()
+        assert not job.slurm.is_queued_again
+        assert 1 <= job.logs().count("rows.jsonl:25") <= 2, job.logs()
+
+
 def test_a_job_that_loses_a_node_goes_on(whole: jobs.Job, tmp_path: Path) -> None:
     with jobs.sft(tmp_path / "run") as job:
         job.launch("--nodes", "2")

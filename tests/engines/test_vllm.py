@@ -5,13 +5,16 @@ two servers; LoRA merged and as an adapter; branching on what the server returns
 """
 
 import json
+import logging
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 
 from tests.engines.runs import HEADS, MOST_GAP, SECONDS, assert_the_same, gaps, policy, run, sampled_ids, sampler_on
@@ -20,12 +23,14 @@ from tests.rl.online.helpers import TOKENIZER, arguments, digest, settings, tiny
 from tests.rl.samplers.stand_in import largest_gap
 from tests.trainer.forked_ranks import free_port, join
 from tests.trainer.helpers import in_child
+from tests.trainer.test_saved_model import changed_json, changed_weights
 from treewise.cli.main import main
+from treewise.errors import CheckpointError
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
 from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.records import rollouts_file
-from treewise.rl.samplers import SampleRequest
+from treewise.rl.samplers import SampleRequest, ServerSampler
 from treewise.rl.tasks.agent_task import AgentTask
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")]
@@ -76,6 +81,52 @@ def test_lora_is_handed_over_merged_and_as_an_adapter(mode, servers, tmp_path):
     assert len(gaps(trainer)) == 3
     assert max(gaps(trainer)) < MOST_GAP
     assert all(torch.equal(each, dict(model.named_parameters())[name]) for name, each in before.items())
+
+
+@pytest.mark.parametrize("kind", ["whole", "merged", "adapter"])
+def test_what_a_run_saves_is_read_by_vllm(kind, servers, tmp_path, caplog):
+    """The folder itself, or its adapter merged; then the server has again what it had."""
+    model = policy()
+    if kind != "whole":
+        layers = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+        model.name_or_path = str(servers[0].model)
+        model = get_peft_model(model, LoraConfig(target_modules=layers, r=4, lora_alpha=8, init_lora_weights=False))
+    with caplog.at_level(logging.INFO, "treewise"):
+        trainer = run(
+            tmp_path / "run",
+            servers[0],
+            model=model,
+            iterations=1,
+            weights="adapter" if kind == "adapter" else "reload",
+        )
+    line = [each for each in caplog.messages if each.startswith(f"{trainer.folder}: read back")][-1]
+    found = re.search(r"; by the server at \S+, by (\S+) at most \(rounding: (\S+)\)", line)
+    assert found, line
+    assert float(found[1]) < MOST_GAP
+    assert float(found[2]) < 1e-3  # of float32, as the server says it computes
+
+
+@pytest.mark.parametrize("damage", ["scale", "weight"])
+def test_vllm_that_computes_something_else_is_an_error(damage, servers, tmp_path, monkeypatch):
+    """Changed behind the back of transformers, which read it before."""
+    read_saved = ServerSampler.read_saved
+
+    def read(self, folder, saved, rows):
+        if damage == "scale":
+            changed_json(folder, "adapter_config.json", lora_alpha=16)
+        else:
+            changed_weights(folder, lambda tensors: tensors["model.norm.weight"].mul_(1.05))
+        return read_saved(self, folder, saved, rows)
+
+    monkeypatch.setattr(ServerSampler, "read_saved", read)
+    model = policy()
+    if damage == "scale":
+        model.name_or_path = str(servers[0].model)
+        settings = {"target_modules": ["q_proj", "up_proj"], "r": 4, "lora_alpha": 8, "init_lora_weights": False}
+        model = get_peft_model(model, LoraConfig(**settings))
+    weights = "adapter" if damage == "scale" else "reload"
+    with pytest.raises(CheckpointError, match=r"run: as the server at \S+ reads it, log-probs differ by"):
+        run(tmp_path / "run", servers[0], model=model, iterations=1, weights=weights)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_its_instructions_are_those_of_docker() -> None:
 
 
 def test_its_torch_is_the_oldest_that_is_admitted() -> None:
-    base = dict(instructions())["ARG"].removeprefix("BASE=")
+    base = instructions()[0][1].removeprefix("BASE=")
     match = re.fullmatch(r"pytorch/pytorch:([\d.]+)-cuda([\d.]+)-cudnn\d+-devel", base)
     assert match is not None
     torch = next(each for each in map(Requirement, PROJECT["dependencies"]) if each.name == "torch")
@@ -43,6 +43,8 @@ def test_what_it_installs_and_copies_is_there() -> None:
     assert extras is not None
     assert set(extras[1].split(",")) <= PROJECT["optional-dependencies"].keys()
     assert "--constraint /tmp/constraints.txt" in run
+    assert "--resolution ${RESOLUTION}" in run  # our lowest set (tests/first_day), as its torch is
+    assert ("ARG", "RESOLUTION=lowest-direct") in instructions()
     copied = [word for name, rest in instructions() if name == "COPY" for word in rest.split()[:-1]]
     assert not [word for word in copied if not (ROOT / word).exists()]
     built_from = {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml", "src"}

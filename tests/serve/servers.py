@@ -142,14 +142,15 @@ def flat_losses(model: Any, datum: types.Datum, loss: str, settings: Mapping[str
 
 
 class Served:
-    """A worker that runs in the test's thread; `died` gives one that begins where a kill leaves it."""
+    """A worker that runs in the test's thread; `died` gives one that begins where a kill leaves it. Its model is a tiny
+    one, or that of the setting `model`."""
 
     def __init__(self, folder, **settings):
         folder.mkdir(exist_ok=True)
         self.folder, self.settings = folder, settings
-        given = {"max_tokens": "none", "snapshot_every": 100, **settings}
-        chosen = ServeSettings(model="tiny", folder=str(folder), **given)
-        self.model = ServedModel(chosen, tiny_model("llama"))
+        given = {"model": "tiny", "max_tokens": "none", "snapshot_every": 100, **settings}
+        chosen = ServeSettings(folder=str(folder), **given)
+        self.model = ServedModel(chosen, None if "model" in settings else tiny_model("llama"))
         self.journal = RequestJournal(folder / "journal.sqlite")
         self.store = Store(folder, self.model, "tiny", self.journal)
         self.worker = Worker(self.store, lambda: None)

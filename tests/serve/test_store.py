@@ -1,15 +1,25 @@
-"""Checkpoints: of all weights, of samplers that are kept or replaced, and of those whose time is over."""
+"""Checkpoints: of all weights, of samplers that are kept or replaced, and of those whose time is over. What is saved is
+read back by transformers, PEFT and a server of completions; damage is an error, and no save.
+"""
 
 import json
+import logging
+import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from tests.rl.samplers.stand_in import StandIn, running
 from tests.serve.servers import FACTS, RATE, Served, call, same
+from tests.trainer.test_saved_model import changed_json, changed_weights
 from treewise.errors import DataError
+from treewise.serve import store
 from treewise.serve.journal import REFUSED, QueuedRequest
 from treewise.serve.store import CheckpointName, NoCheckpointError
+from treewise.testing.families import tiny_model
 
 pytestmark = pytest.mark.xdist_group("test_serve_store")
 
@@ -191,3 +201,158 @@ def test_a_run_whose_snapshot_is_missing_is_named_and_its_requests_answered(tmp_
     served.work()
     _, media, content = served.journal.find("a:train:0:3")
     assert (media, "are missing" in json.loads(content)["error"]) == (REFUSED, True)
+
+
+# -- what is saved is what was trained --------------------------------------------------------------------------------
+
+RUN, ADAPTER = "a:train:0", "adapter_model.safetensors"
+
+
+def served(folder, kind, **settings):
+    """A server of a model in a folder, and a run on it after two steps. kind: `lora`, or of `full` tied or not."""
+    base = folder / "base"
+    tiny_model("llama", tie_word_embeddings=kind == "tied").save_pretrained(base)
+    found = Served(folder / "served", model=str(base), train="lora" if kind == "lora" else "full", **settings)
+    shape = FACTS["shape"] | ({"unembed": False} if kind == "lora" else {"rank": 0})
+    found.run(RUN, shape=shape)
+    for number in range(2):
+        step(found, RUN, 1 + 2 * number, number)
+    return found
+
+
+def one_tensor(folder, name):
+    changed_weights(folder, lambda tensors: tensors[sorted(tensors)[-1]].mul_(1.5), name)
+
+
+DAMAGES = {
+    "an adapter": ("lora", partial(one_tensor, name=ADAPTER), r"lora_B\.\S+ differs most, by"),
+    "its scale": (
+        "lora",
+        partial(changed_json, name="adapter_config.json", lora_alpha=64),
+        "Every parameter is the same, so a setting of its configuration is another one",
+    ),
+    "its base": (
+        "lora",
+        lambda folder: changed_weights(
+            folder.parents[5] / "base", lambda tensors: tensors["model.norm.weight"].mul_(1.5), "model.safetensors"
+        ),
+        r"model\.norm\.weight differs most",
+    ),
+    "a weight": ("full", partial(one_tensor, name="model.safetensors"), r"model\.norm\.weight differs most"),
+    "a tied head": (
+        "tied",
+        partial(changed_json, name="config.json", tie_word_embeddings=False),
+        "lm_head.weight is not in it",
+    ),
+}
+
+
+def damaging(monkeypatch, damage):
+    """Every save is damaged after it was written."""
+    write = store.Store._write_weights
+
+    def damaged(self, aside, shape):
+        write(self, aside, shape)
+        damage(aside)
+
+    monkeypatch.setattr(store.Store, "_write_weights", damaged)
+
+
+def lines_of(caplog):
+    return [each for each in caplog.messages if "read back" in each]
+
+
+@pytest.mark.parametrize(
+    ("name", "request_kind"),
+    [
+        *((name, "save_weights") for name in DAMAGES),
+        *(("an adapter", each) for each in ("save_weights_for_sampler", "save_weights_external")),
+    ],
+)
+def test_damage_is_named_and_nothing_is_saved(name, request_kind, tmp_path, monkeypatch):
+    kind, damage, message = DAMAGES[name]
+    own = served(tmp_path, kind)
+    with monkeypatch.context() as patch:
+        damaging(patch, damage)
+        error = own.ask(RUN, 5, request_kind, {"path": "one"})["error"]
+    assert re.search(rf"tinker://a:train:0/\w+/one: .*{message}.* --verify_saves false", error), error
+    assert not own.store.places(RUN)
+    assert not list(own.folder.rglob("*.saving"))
+
+
+@pytest.mark.parametrize("kind", ["lora", "full", "tied"])
+def test_what_is_right_is_saved_between_two_calls_of_a_window(kind, tmp_path, caplog):
+    """Saving and reading back changes no weight, and no gradient: the step after it is that of a run without."""
+    own, plain = (served(tmp_path / each, kind, verify_saves=each == "own") for each in ("own", "plain"))
+    with caplog.at_level(logging.INFO, "treewise"):
+        for each in (own, plain):
+            each.ask(RUN, 5, "forward_backward", call(5))
+            assert "error" not in each.ask(RUN, 6, "save_weights", {"path": "one"})
+            step(each, RUN, 7, 6)
+    assert same(own.values(RUN), plain.values(RUN))
+    [line] = lines_of(caplog)
+    by = "transformers and PEFT" if kind == "lora" else "transformers"
+    assert line.startswith(f"tinker://a:train:0/weights/one: read back by {by}, log-probs of 126 tokens differ by")
+
+
+def test_of_samplers_the_first_of_each_shape_is_read_back(tmp_path, caplog):
+    """They are saved at each step, and a large model is not read at each."""
+    own = served(tmp_path, "lora")
+    own.run("b:train:0", shape=FACTS["shape"] | {"rank": 3, "unembed": False})
+    with caplog.at_level(logging.INFO, "treewise"):
+        for name, first in ((RUN, 5), ("b:train:0", 1)):
+            for seq in (first, first + 1):
+                asked = {"path": f"at-{seq}"}
+                assert "error" not in own.ask(name, seq, "save_weights_for_sampler", asked)
+    assert [each.partition(": read")[0].rpartition("/")[2] for each in lines_of(caplog)] == ["at-5", "at-1"]
+
+
+@pytest.mark.parametrize("way", ["adapter", "reload"])
+def test_a_server_reads_it_too_and_has_again_what_it_had(way, tmp_path, caplog):
+    """A merged save as well. One that computes something else with it is an error that names the server."""
+    settings = {"base_url": "http://127.0.0.1:1", "weights": way}
+    with running(StandIn()) as server:
+        settings["base_url"] = server.url
+        own = served(tmp_path, "lora", sampler="vllm", sampler_settings=settings)
+        server.first = server.model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        with own.model.using(own.worker.held.of(RUN).weights):
+            own.model.sampler_of(own.worker.held.of(RUN).weights)
+        held = own.model._sampler._held
+        for seq in (5, 6):
+            step(own, RUN, 2 * seq - 5, seq)
+        before = {name: each.clone() for name, each in server.model.state_dict().items()}, dict(server.adapters)
+        with caplog.at_level(logging.INFO, "treewise"):
+            assert "error" not in own.ask(RUN, 9, "save_weights", {"path": "one"})
+        assert re.search(rf"; by the server at {server.url}, by \S+e-0[678] at most", lines_of(caplog)[-1])
+        assert own.model._sampler._held == held
+        assert all(torch.equal(each, before[0][name]) for name, each in server.model.state_dict().items())
+        assert server.adapters == before[1]
+
+        def otherwise(answer):
+            for each in answer["choices"][0].get("prompt_logprobs", [None])[1:]:
+                for found in each.values():
+                    found["logprob"] -= 1e-3
+            return answer
+
+        server.edit = otherwise
+        error = own.ask(RUN, 10, "save_weights", {"path": "two"})["error"]
+        assert f"as the server at {server.url} reads it, log-probs differ by 1.0e-03 at most" in error
+        server.edit, server.missing = (lambda answer: answer), {"/collective_rpc", "/v1/load_lora_adapter"}
+        with caplog.at_level(logging.INFO, "treewise"):
+            assert "error" not in own.ask(RUN, 11, "save_weights", {"path": "three"})
+        assert f"; not by the server at {server.url}, because" in lines_of(caplog)[-1]
+        own.model.close()
+
+
+def test_an_adapter_that_cannot_be_merged_is_saved_and_said_to_be_unread(tmp_path, caplog):
+    """On a head that shares its weights with the embedding."""
+    with running(StandIn()) as server:
+        tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+        more = {"sampler": "vllm", "sampler_settings": {"base_url": server.url, "weights": "reload"}}
+        own = Served(tmp_path / "served", model=str(tmp_path / "base"), **more)
+        own.run(RUN)
+        step(own, RUN, 1, 0)
+        with caplog.at_level(logging.INFO, "treewise"):
+            assert "error" not in own.ask(RUN, 3, "save_weights", {"path": "one"})
+        assert "cannot be merged" in lines_of(caplog)[-1]
+        own.model.close()

@@ -23,8 +23,8 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 def trained(folder, model, **settings):
     """A trainer after one step."""
     args = TreeTrainingArguments(
-        output_dir=str(folder), max_steps=1, save_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True,
-        learning_rate=1e-2, max_tokens=64, **settings,
+        output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, max_tokens=64,
+        **{"max_steps": 1, "save_strategy": "no", **settings},
     )  # fmt: skip
     trainer = TreeTrainer(model, args, train_dataset=some_trees())
     trainer.train()
@@ -147,6 +147,42 @@ def test_it_can_be_turned_off(tmp_path, monkeypatch) -> None:
     trainer = trained(tmp_path / "run", tiny_model(), verify_saves=False)
     damaging(monkeypatch, one_weight)
     trainer.save_model()
+
+
+def test_of_checkpoints_the_first_of_a_process_is_read_back(tmp_path, monkeypatch, caplog):
+    """And what ends the run; a damaged one ends it, whatever else may fail."""
+    saves = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "on_save_failure": "continue"}
+    with caplog.at_level(logging.INFO, "treewise"):
+        trained(tmp_path / "run", tiny_model(), **saves).save_model()
+    lines = [each for each in caplog.messages if ": read back by transformers, log-probs of" in each]
+    assert [each.split(":")[0].removeprefix(str(tmp_path)) for each in lines] == ["/run/checkpoint-1", "/run"]
+    write_model = contents.write_model
+
+    def damaged(folder, *args, **kwargs):
+        write_model(folder, *args, **kwargs)
+        one_weight(folder)
+
+    monkeypatch.setattr(contents, "write_model", damaged)
+    with pytest.raises(CheckpointError, match=f"checkpoint-1: .*{GATE}"):
+        trained(tmp_path / "damaged", tiny_model(), **saves)
+
+
+@pytest.mark.parametrize("first", ["default", "other"])
+def test_adapters_of_any_name_are_compared(first, tmp_path, monkeypatch, caplog):
+    """Of another name than the usual PEFT writes them into a folder of their own."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    model = tiny_model()
+    model.name_or_path = str(tmp_path / "base")
+    given = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(**given), adapter_name=first)
+    trainer = trained(tmp_path / "run", model)
+    with caplog.at_level(logging.INFO, "treewise"):
+        trainer.save_model()
+    assert "read back by transformers and PEFT" in caplog.text
+    name = "adapter_model.safetensors" if first == "default" else f"{first}/adapter_model.safetensors"
+    damaging(monkeypatch, partial(changed_weights, change=lambda tensors: tensors[max(tensors)].mul_(1.05), name=name))
+    with pytest.raises(CheckpointError, match=rf"lora_B\.{first}\.weight differs most"):
+        trainer.save_model()
 
 
 def sharded_save(folder):

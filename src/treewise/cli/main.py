@@ -15,6 +15,7 @@ from typing import Any
 
 from treewise.base import features
 from treewise.base.progress import ERASE
+from treewise.cli.gave_up import EXPLAINED, give_up, has_given_up
 from treewise.cli.output import enduring_output, is_first_rank
 from treewise.cli.parser import make_parser, module_of, parse
 from treewise.cli.waiting import telling
@@ -28,6 +29,8 @@ _UNTOLD = ("serve", "completion")  # which waits for clients; which a shell read
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    if has_given_up():  # torchrun starts again what it cannot tell from a death
+        return EXPLAINED
     words = list(sys.argv[1:] if argv is None else argv)
     if os.environ.get("COLUMNS") == "0":  # of a terminal that does not say its width; rich would print nothing
         del os.environ["COLUMNS"]
@@ -45,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with enduring_output(), _watched():  # it trains, and goes on without a reader of its output
             return int(module_of(name).run(args))
 
-    return explained(name, command, is_told=name not in (None, *_UNTOLD), shows_errors=_wants_traceback(words))
+    code = explained(name, command, is_told=name not in (None, *_UNTOLD), shows_errors=_wants_traceback(words))
+    if code == EXPLAINED:
+        with suppress(OSError):  # as where the disk is full, which was the error
+            give_up()
+    return code
 
 
 def explained(
@@ -76,12 +83,12 @@ def explained(
         print(f"error: {_safe(error)}", file=sys.stderr)
         if isinstance(error, LostRankError):
             return error.exit_code
-        return 1 if isinstance(error, VerificationError) else 2
+        return 1 if isinstance(error, VerificationError) else EXPLAINED
     except OSError as error:  # a disk that is full, a folder that may not be written
         if raises:
             raise
         print(_safe(f"error: {error.filename or name}: {error.strerror or error}"), file=sys.stderr)
-        return 2
+        return EXPLAINED
 
 
 @contextmanager

@@ -61,6 +61,10 @@ class ServeSettings:
     ] = 120
     max_sample_tokens: Annotated[int, Ge(1), Doc("the most tokens of one continuation")] = 32768
     snapshot_every: Annotated[int, Ge(1), Doc("optimizer steps between snapshots, from which a restart goes on")] = 10
+    verify_saves: Annotated[
+        bool,
+        Doc("read saved weights back by transformers, PEFT and a server, and compare log-probs before they are there"),
+    ] = True
     keep_samplers: Annotated[int, Ge(1), Doc("unnamed sampler weights kept of each run")] = 16
     max_starts: Annotated[int, Ge(1), Doc("starts that a request may end before its answer; then it is refused")] = 8
 

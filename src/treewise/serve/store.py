@@ -15,12 +15,13 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from treewise.base import features
 from treewise.base.weight_files import MANIFEST
-from treewise.errors import DataError
+from treewise.errors import CheckpointError, DataError
 from treewise.nn.wrapped import is_peft
 from treewise.rl.samplers.server_weights import save_adapter
 from treewise.serve.adapter_slots import OwnedWeights, Shape
@@ -88,6 +89,7 @@ class Store:
     def __init__(self, folder: Path, model: ServedModel, base_name: str, journal: RequestJournal) -> None:
         self.runs, self.model, self.base_name, self.journal = folder / "runs", model, base_name, journal
         self._loaded = lru_cache(_KEPT)(self._load_sampler)
+        self._read_back: set[Shape] = set()  # of samplers
         for kind in self.runs.glob("*/*"):  # what a killed server left
             for inner in [kind] if kind.name == "snapshots" else kind.iterdir():
                 store.recover(inner)
@@ -158,8 +160,12 @@ class Store:
         Raises:
             CheckpointError: it could not be written whole; what was there is untouched. DataError: a wrong `life`.
         """
-        expires = _end_of(life)
-        self._write(self.folder(place), 1, weights, facts, with_optimizer=place.kind == "weights")
+        expires, kind = _end_of(life), place.kind
+        # Runs save for a sampler at each step: of these the first of each shape is read back.
+        is_read = kind != "sampler_weights" or weights.shape not in self._read_back
+        name = str(place) if is_read and self.model.settings.verify_saves else None
+        self._write(self.folder(place), 1, weights, facts, with_optimizer=kind == "weights", read_as=name)
+        self._read_back |= {weights.shape} if kind == "sampler_weights" else set()
         self.journal.put("expires", str(place), place.run, expires)
 
     def forget(self) -> None:
@@ -205,25 +211,49 @@ class Store:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def _write(
-        self, folder: Path, step: int, weights: OwnedWeights, facts: dict[str, Any], *, with_optimizer: bool
+        self,
+        folder: Path,
+        step: int,
+        weights: OwnedWeights,
+        facts: dict[str, Any],
+        *,
+        with_optimizer: bool,
+        read_as: str | None = None,
     ) -> None:
+        """read_as: the name by which it is read back and compared before it is there; None: it is not."""
         aside = store.aside(folder, step)
         size = sum(parameter.numel() * parameter.element_size() for parameter in weights.parameters.values())
         facts = {"time": time.time(), "base_model": self.base_name, "shape": asdict(weights.shape), **facts}
-        with store.explained(aside, size * (3 if with_optimizer else 1)), self.model.using(weights):
-            store.new_folder(folder, step)
-            if weights.shape.rank:
-                adapted = self.model.model
-                assert is_peft(adapted), "adapters are in the model whose weights they are"
-                adapted.peft_config[weights.shape.name].base_model_name_or_path = self.base_name
-                save_adapter(adapted, aside)
-            else:
-                self.model.base.save_pretrained(aside)
-                if self.model.tokenizer is not None:
-                    self.model.tokenizer.save_pretrained(aside)
-            if with_optimizer and weights.optimizer is not None:
-                save_optimizer(aside, optimizer_state(weights.optimizer, self.model.model))
-            store.publish(aside, {"serve": facts})
+        explained = partial(store.explained, aside, size * (3 if with_optimizer else 1))
+        with self.model.using(weights):
+            with explained():
+                store.new_folder(folder, step)
+                self._write_weights(aside, weights.shape)
+                if with_optimizer and weights.optimizer is not None:
+                    save_optimizer(aside, optimizer_state(weights.optimizer, self.model.model))
+            if read_as is not None and features.is_there("verified_saves"):
+                self._verify(aside, read_as)
+            with explained():
+                store.publish(aside, {"serve": facts})
+
+    def _write_weights(self, aside: Path, shape: Shape) -> None:
+        """Those that the model is using, as PEFT or `save_pretrained` does."""
+        if shape.rank:
+            adapted = self.model.model
+            assert is_peft(adapted), "adapters are in the model whose weights they are"
+            adapted.peft_config[shape.name].base_model_name_or_path = self.base_name
+            save_adapter(adapted, aside)
+            return
+        self.model.base.save_pretrained(aside)
+        if self.model.tokenizer is not None:
+            self.model.tokenizer.save_pretrained(aside)
+
+    def _verify(self, aside: Path, name: str) -> None:
+        try:
+            logger.info("%s", self.model.verify_saved(aside, name))
+        except CheckpointError:
+            shutil.rmtree(aside)
+            raise
 
     def load(
         self, place: CheckpointName, weights: OwnedWeights, *, with_optimizer: bool = False, key: str | None = None

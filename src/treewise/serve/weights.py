@@ -5,10 +5,10 @@ Every client has parameters, gradients and an optimizer of its own, which stand 
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,15 @@ class ServedModel:
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     ) -> None:
+        self._read_base: Callable[[], PreTrainedModel] | None = None
         if model is None:
             if adapter_folder(settings.model) is not None:
                 raise ConfigError(
                     f"{settings.model} holds adapters; serve its base model, or merge them into it (peft's "
                     "merge_and_unload, then save_pretrained)."
                 )
-            model = load_weights(settings.model, None, settings.dtype)
+            self._read_base = partial(load_weights, settings.model, None, settings.dtype)
+            model = self._read_base()
             tokenizer = load_processor(settings.model, None, required=False)
         device = chosen_device(None if settings.device == "auto" else settings.device)
         self.settings, self.processor, self.tokenizer = settings, tokenizer, getattr(tokenizer, "tokenizer", tokenizer)
@@ -138,6 +140,26 @@ class ServedModel:
             self._sampler.update(self.model)
             self._handed = (self.model, weights)
         return self._sampler
+
+    def verify_saved(self, folder: Path, name: str) -> str:
+        """Holds a folder against the weights that the model is `using`; returns a line for the log. name: of it.
+
+        Raises:
+            CheckpointError: what was saved is not what the model computes with.
+        """
+        saves, settings = features.verified_saves, self.settings
+        read_saved = getattr(self._sampler, "read_saved", None)
+        saved = saves.SavedFolder(
+            folder,
+            name,
+            self._read_base,
+            [] if read_saved is None else [read_saved],
+            "Nothing was saved; --verify_saves false skips this.",
+        )
+        rows = saves.drawn_rows(self.vocabulary, self.max_length)
+        # An engine of its own: a budget that was measured on these rows would stay.
+        engine = TreeEngine(self.model, None, settings.attention, check=False)
+        return saves.verify_saved(saved, self.model, rows, engine)
 
     def close(self) -> None:
         """Gives servers' connections back, and removes what was written for them."""

@@ -102,9 +102,9 @@ class TreeTrainingArguments(TrainingArguments):
         spike_factor: log a warning with the trees when the gradient norm exceeds this many medians of the last 50
             steps; 0: off.
         on_save_failure: `stop`, or `continue` without the checkpoint, when it cannot be written.
-        verify_saves: read a saved model or adapters back by transformers and compare log-probs of rows of the data with
-            the model in memory; a difference beyond rounding is an error. It takes the model once more in host memory,
-            and is left out, with a line, where that is not free.
+        verify_saves: read the first checkpoint and the final model or adapters back by transformers, and compare
+            log-probs of rows of the data with the model in memory; a difference beyond rounding is an error. It takes
+            the model once more in host memory, and is left out, with a line, where that is not free.
         prepare_ahead: load, merge, place and plan the trees of the next step in a thread while this one computes.
             False: when the step begins, for data whose items cannot be read in another thread. Changes no loss.
 

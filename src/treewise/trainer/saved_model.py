@@ -5,15 +5,20 @@ log-probs of some rows of the data by that model's own forward. They have to be 
 lie between is measured on the model that was read: how far its log-probs move when the result of every module is
 rounded once more, at random. Weights, ties, scales and settings all change log-probs. Where this process holds the
 whole model, its parameters have to be equal besides: what rounding in 16 bits hides is found, too.
+
+Others who load the folder may be asked as well, as servers of vLLM are (`Reader`): log-probs of the same rows, compared
+with those of the model in memory, by roundings in the dtype in which they compute.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,19 +32,49 @@ from treewise.distributed.divided_tensors import local_part
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, bytes_as_text
 from treewise.nn.platform.memory import free_bytes
-from treewise.nn.wrapped import base_model, is_peft, num_embeddings, unwrap_model
+from treewise.nn.wrapped import base_model, is_peft, num_embeddings, uncompiled, unwrap_model
 from treewise.tree.trajectory import Trajectory
 
-_MOST_ROWS, _MOST_TOKENS = 2, 512
+_MOST_ROWS, _MOST_TOKENS, _DRAWN_TOKENS = 2, 512, 64
 # Two orders of computation differ by some roundings of each module, on another device or in another kernel; of one of
 # each module so many, and of a log-prob itself.
 _TIMES_ROUNDING, _OF_LOGPROB = 4, 2
 _SPARE = 1.25  # of the bytes of the weights
 _POLL_SECONDS = 0.2
 _CALLS = count()  # the same number on every rank
+_WAY_OUT = "Do not use this folder; verify_saves=False skips this."
 
 
-def verify_saved(folder: Path, model: nn.Module, rows: Sequence[Trajectory], engine: TreeEngine) -> str:
+class Reading(NamedTuple):
+    """What another reader of a folder computes. by: who. logprobs: at temperature 1 of every token but the first of
+    each row. dtype: in which it computes. why_not: it did not read it."""
+
+    by: str
+    logprobs: Sequence[np.ndarray] = ()
+    dtype: torch.dtype = torch.float32
+    why_not: str = ""
+
+
+# Of a folder, the model that was read from it here, and rows of token ids.
+Reader = Callable[[Path, nn.Module, Sequence[np.ndarray]], Reading]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFolder:
+    """What is read back. path: where it lies. name: what messages call it (its path). base: loads the model below
+    adapters, in place of the one that they name. readers: who else reads it. way_out: what messages advise."""
+
+    path: Path
+    name: str = ""
+    base: Callable[[], PreTrainedModel] | None = None
+    readers: Sequence[Reader] = ()
+    way_out: str = _WAY_OUT
+
+    def __str__(self) -> str:
+        return self.name or str(self.path)
+
+
+def verify_saved(folder: SavedFolder, model: nn.Module, rows: Sequence[Trajectory], engine: TreeEngine) -> str:
     """Compares a saved model with the one in memory; every rank calls this. Returns a line for the log.
 
     rows: some of the data. engine: of the model in memory; where ranks hold parts of it, within `StepRunner.scoring`.
@@ -52,7 +87,7 @@ def verify_saved(folder: Path, model: nn.Module, rows: Sequence[Trajectory], eng
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled(unwrap_model(model)):
             trained = [each.double().cpu().numpy() for each in engine.logprobs(chosen)] if chosen else []
             engine.drain()
     finally:
@@ -64,7 +99,15 @@ def verify_saved(folder: Path, model: nn.Module, rows: Sequence[Trajectory], eng
     if found["names_worst"]:
         state = _state_of(model)
         worst = _on_first_rank(lambda: {"text": _worst(folder, unwrap_model(model), state)})["text"]
-    raise CheckpointError(f"{folder}: {found['error']}{worst} Do not use this folder; verify_saves=False skips this.")
+    raise CheckpointError(f"{folder}: {found['error']}{worst} {folder.way_out}")
+
+
+def drawn_rows(vocabulary: int, longest: int | None) -> list[Trajectory]:
+    """A small tree of drawn tokens, where no data are at hand: two rows with a prefix in common. longest: of a row."""
+    size = min(_DRAWN_TOKENS, longest or _DRAWN_TOKENS)
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(0, vocabulary, size // 2)
+    return [Trajectory(np.append(prefix, rng.integers(0, vocabulary, size - size // 2))) for _ in range(_MOST_ROWS)]
 
 
 def _short_texts(rows: Sequence[Trajectory]) -> list[Trajectory]:
@@ -76,7 +119,7 @@ def _short_texts(rows: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def _compared(
-    folder: Path, model: nn.Module, rows: list[Trajectory], trained: list[np.ndarray], engine: TreeEngine
+    folder: SavedFolder, model: nn.Module, rows: list[Trajectory], trained: list[np.ndarray], engine: TreeEngine
 ) -> dict[str, Any]:
     """line: of what was found. error: of what is wrong, or None. names_worst: whether a parameter may be named."""
     skipped = _why_not(model, rows)
@@ -92,13 +135,8 @@ def _compared(
         return {"error": f"{', '.join(missing[:3])} is not in it, and would be drawn at random.", "names_worst": False}
     found = _logprobs(saved, rows, engine.temperature)
     dtype = next((each.dtype for each in saved.parameters() if each.is_floating_point()), torch.float32)
-    with _rounded_once_more(saved, dtype):
-        moved = _logprobs(saved, rows, engine.temperature)
-    largest = max(float(np.abs(each).max()) for each in found)
-    rounding = max(float(np.abs(one - other).max()) for one, other in zip(found, moved, strict=True))
-    allowed = _TIMES_ROUNDING * rounding + _OF_LOGPROB * torch.finfo(dtype).eps * max(1.0, largest)
-    other = _other_dtype(saved, model)
-    difference = max(float(np.abs(one - other).max()) for one, other in zip(found, trained, strict=True))
+    allowed = _rounding(saved, rows, found, engine.temperature, dtype)
+    other, difference = _other_dtype(saved, model), _largest(found, trained)
     how = f"log-probs of {sum(map(len, found)):,} tokens differ by {difference:.1e} at most"
     if other:
         return {"error": other, "names_worst": False}
@@ -108,7 +146,49 @@ def _compared(
     if name is not None:
         return {"error": f"{name} differs by {off:.1e} of its largest element.", "names_worst": False}
     by = "transformers and PEFT" if is_peft(model) else "transformers"
-    return {"line": f"{folder}: read back by {by}, {how} (rounding: {allowed:.1e})", "error": None}
+    line = f"{folder}: read back by {by}, {how} (rounding: {allowed:.1e})"
+    expected = trained if engine.temperature == 1 else _logprobs(saved, rows, 1.0)
+    for reader in folder.readers:
+        line, wrong = _read_by(reader, folder, saved, rows, expected, line)
+        if wrong:
+            return {"error": wrong, "names_worst": False}
+    return {"line": line, "error": None}
+
+
+def _read_by(
+    reader: Reader,
+    folder: SavedFolder,
+    saved: PreTrainedModel,
+    rows: list[Trajectory],
+    expected: list[np.ndarray],
+    line: str,
+) -> tuple[str, str]:
+    """The line with what another reader found, and what is wrong, or an empty text."""
+    reading = reader(folder.path, saved, [row.token_ids for row in rows])
+    if reading.why_not:
+        return f"{line}; not by {reading.by}, because {reading.why_not}", ""
+    expected = [each[: len(own)] for each, own in zip(expected, reading.logprobs, strict=True)]  # of rows that it cut
+    allowed = _rounding(saved, rows, _logprobs(saved, rows, 1.0), 1.0, reading.dtype)
+    difference = _largest(reading.logprobs, expected)
+    how = f"by {difference:.1e} at most"
+    if not difference <= allowed:
+        return line, f"as {reading.by} reads it, log-probs differ {how}, and by rounding {allowed:.1e}."
+    return f"{line}; by {reading.by}, {how} (rounding: {allowed:.1e})", ""
+
+
+def _largest(found: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
+    """The largest difference; not a number where one of them is none."""
+    return max(float(np.abs(one - other).max()) for one, other in zip(found, others, strict=True))
+
+
+def _rounding(
+    model: nn.Module, rows: list[Trajectory], found: list[np.ndarray], temperature: float, dtype: torch.dtype
+) -> float:
+    """By how much log-probs of two readers of this model may differ. found: of this one."""
+    with _rounded_once_more(model, dtype):
+        moved = _logprobs(model, rows, temperature)
+    largest = max(float(np.abs(each).max()) for each in found)
+    return _TIMES_ROUNDING * _largest(found, moved) + _OF_LOGPROB * torch.finfo(dtype).eps * max(1.0, largest)
 
 
 def _why_not(model: nn.Module, rows: list[Trajectory]) -> str:
@@ -124,20 +204,22 @@ def _why_not(model: nn.Module, rows: list[Trajectory]) -> str:
     return ""
 
 
-def _read(folder: Path, model: nn.Module) -> tuple[PreTrainedModel | str, list[str]]:
+def _read(folder: SavedFolder, model: nn.Module) -> tuple[PreTrainedModel | str, list[str]]:
     """The model of a folder as its user reads it, and what it lacks; in place of the model why it was not read."""
     base = base_model(model)
     is_causal = type(base.config) in MODEL_FOR_CAUSAL_LM_MAPPING
     read: Callable[..., Any] = (AutoModelForCausalLM if is_causal else type(base)).from_pretrained
     with _without_bars(), torch.random.fork_rng(devices=[]):  # new modules are drawn before their weights are read
         if not is_peft(model):
-            saved, info = read(folder, dtype="auto", output_loading_info=True)
+            saved, info = read(folder.path, dtype="auto", output_loading_info=True)
             return saved.eval(), sorted(info["missing_keys"])
-        below = model.peft_config[model.active_adapter].base_model_name_or_path
-        if not below:
+        name = model.active_adapter
+        below = model.peft_config[name].base_model_name_or_path
+        if not below and folder.base is None:
             return "its base model has no name", []
         try:
-            whole: PreTrainedModel = read(below, dtype=base.dtype, local_files_only=True)
+            named = partial(read, below, dtype=base.dtype, local_files_only=True)
+            whole: PreTrainedModel = (folder.base or named)()
         except OSError:
             return f"its base model {below} is not on this machine", []
         from peft import PeftModel
@@ -146,7 +228,9 @@ def _read(folder: Path, model: nn.Module) -> tuple[PreTrainedModel | str, list[s
         num_tokens = num_embeddings(base)
         if num_embeddings(whole) != num_tokens:
             whole.resize_token_embeddings(num_tokens, mean_resizing=False)
-        return PeftModel.from_pretrained(whole, folder).eval(), []
+        own = folder.path / name  # where PEFT writes one of another name than the usual
+        path = own if own.is_dir() and name != "default" else folder.path
+        return PeftModel.from_pretrained(whole, path, adapter_name=name).eval(), []
 
 
 @torch.no_grad()
@@ -225,7 +309,7 @@ def _furthest(saved: nn.Module, held: Mapping[str, Tensor]) -> tuple[str | None,
     return name, worst
 
 
-def _worst(folder: Path, model: nn.Module, held: Mapping[str, Tensor]) -> str:
+def _worst(folder: SavedFolder, model: nn.Module, held: Mapping[str, Tensor]) -> str:
     """The same as a sentence."""
     saved, _ = _read(folder, model)
     assert not isinstance(saved, str), "it was read before"

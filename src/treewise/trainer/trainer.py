@@ -12,7 +12,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DynamoBackend
@@ -61,6 +61,9 @@ from treewise.trainer.step import StepRunner, optimizer_bytes
 from treewise.trainer.survey import DataFacts, survey
 from treewise.tree.forest import Forest, forest_of
 
+if TYPE_CHECKING:
+    from treewise.trainer.saved_model import Reader
+
 logger = logging.getLogger("treewise")
 
 
@@ -88,6 +91,7 @@ class TreeTrainer(Trainer):
     Attributes:
         model_files: of the run's folder, the names of the files that were saved as the model.
         uploaded: the commit of the model at the end, with `push_to_hub`; None before.
+        readers: who reads saved models back besides transformers and PEFT (`saved_model.Reader`).
 
     Raises:
         ConfigError: settings that contradict one another, an empty data set, or parameters trained beside adapters,
@@ -99,6 +103,7 @@ class TreeTrainer(Trainer):
     model: Any  # None after a trial of hyperparameter_search
     model_files: Sequence[str] = ()
     uploaded: Any = None
+    readers: "Sequence[Reader]" = ()
 
     def __init__(
         self,
@@ -163,7 +168,7 @@ class TreeTrainer(Trainer):
             self.placer = features.many_ranks.make_placer(args, self.model, self.loss_objective)
         self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)
-        self._checkpoints = CheckpointManager(args, self._run_facts)
+        self._checkpoints = CheckpointManager(args, self._run_facts, self.verify_saved)
         self._resumed: ResumePoint | None = None
         self._runner = self._new_runner()
 
@@ -399,12 +404,14 @@ class TreeTrainer(Trainer):
         """Saves the model, and with `push_to_hub` uploads it; an upload that fails is a warning."""
         with busy_with("saving the model"):
             super().save_model(output_dir, _internal_call=True)
-            if self.args.verify_saves and features.is_there("verified_saves"):
-                self._verify_saved(Path(output_dir or self.args.output_dir))
+            self.verify_saved(Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub and not _internal_call:
             self.uploaded = features.hub.upload_at_the_end(self)
 
-    def _verify_saved(self, folder: Path) -> None:
+    def verify_saved(self, folder: Path) -> None:
+        """Holds a saved model against the one in memory (`saved_model.py`), where `verify_saves` asks for it."""
+        if not (self.args.verify_saves and features.is_there("verified_saves")):
+            return
         others, engine = self.runner.ranks, self.runner.engine
         needs_others = others is not None and (others.is_spread or others.context is not None)
         if not needs_others:  # an engine of its own: a budget that was measured on this tree would stay
@@ -413,7 +420,8 @@ class TreeTrainer(Trainer):
         has_tree = self.train_dataset is not None or self._given_first_tree is not None
         rows = self._first_tree().trajectories if has_tree else []
         with self.runner.scoring(), self.accelerator.autocast() if needs_others else nullcontext():
-            logger.info("%s", features.verified_saves.verify_saved(folder, self.model, rows, engine))
+            saved = features.verified_saves.SavedFolder(folder, readers=self.readers)
+            logger.info("%s", features.verified_saves.verify_saved(saved, self.model, rows, engine))
 
     @override
     def push_to_hub(self, commit_message: str | None = None, **card: object) -> Any:

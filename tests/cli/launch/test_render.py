@@ -184,7 +184,7 @@ def started(script: str, **variables: str) -> list[list[str]]:
 
 def torchrun(words: list[str]) -> object:
     """What torchrun makes of its words."""
-    assert words[1:3] == ["-m", "torch.distributed.run"]
+    assert words[1:3] == ["-m", "treewise.cli.launch.torchrun"]
     return get_args_parser().parse_args(words[3:])
 
 

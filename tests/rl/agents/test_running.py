@@ -316,19 +316,32 @@ def test_what_is_a_function_and_what_a_command():
 
 
 @pytest.mark.slow
-def test_agents_end_with_a_run_that_is_killed(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_agents_and_their_files_end_with_a_run_that_is_killed(number, tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
     program = (
         "import sys\nfrom tests.rl.agents.test_running import *\n"
         "with runner_of('hanging') as runner:\n    runner.run(runner.episodes.open('a'), {'pid_file': sys.argv[1]})\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "pid")], cwd=Path(__file__).parents[3])
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "pid")],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
     try:
         agent = pid_in(tmp_path / "pid", lambda: process.poll() is None)
         os.kill(agent, 0)
+        assert list(folder.glob("treewise-agents-*"))
     finally:
-        process.kill()
+        process.send_signal(number)
         process.wait()
     assert_ends(agent)
+    for _ in range(6000):
+        if not list(folder.glob("treewise-agents-*")):
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("its folder is left")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes that leave their group are found on Linux alone")
@@ -371,6 +384,8 @@ def test_a_run_that_ends_while_its_agent_loads_leaves_no_traceback(code, tmp_pat
     (tmp_path / "agent.py").write_text(code)
     own, other = socket.socketpair()
     command = [sys.executable, "-c", RUN_FILE, host.__file__, str(other.fileno()), f"{tmp_path / 'agent.py'}:run"]
+    (tmp_path / "episodes").mkdir()
+    command.append(str(tmp_path / "episodes"))
     keys = {"OPENAI_API_KEY": "tw-x", "ANTHROPIC_BASE_URL": "http://127.0.0.1:9"}
     own.close()
     with other:

@@ -81,7 +81,8 @@ class StandIn(ThreadingHTTPServer):
         if asked["model"] != "tiny" and asked["model"] not in self.adapters:
             return 404, {"error": "no such model"}
         if "prompt_logprobs" in asked:
-            return 200, self.edit({"choices": [{"prompt_logprobs": self.scores(asked["prompt"])}]})
+            scores = self.scores(asked["prompt"], self.adapters.get(asked["model"], self.model))
+            return 200, self.edit({"choices": [{"prompt_logprobs": scores}]})
         request = SampleRequest(
             tuple(asked["prompt"]),
             max_new_tokens=asked["max_tokens"],
@@ -99,15 +100,18 @@ class StandIn(ThreadingHTTPServer):
         choice = {"text": "?", "token_ids": one.token_ids.tolist(), "logprobs": logprobs, "finish_reason": "length"}
         return 200, self.edit({"choices": [choice]})
 
-    def scores(self, ids: list[int]) -> list[dict[str, Any] | None]:
+    def scores(self, ids: list[int], model: Any) -> list[dict[str, Any] | None]:
         """Of a prompt's tokens, each beside the likeliest, without what rules a reply."""
         with torch.no_grad():
-            logprobs = torch.log_softmax(self.model.eval()(input_ids=torch.tensor([ids])).logits[0].float(), -1)
+            logprobs = torch.log_softmax(model.eval()(input_ids=torch.tensor([ids])).logits[0].float(), -1)
         found: list[dict[str, Any] | None] = [None]
         for row, token in zip(logprobs[:-1], ids[1:], strict=True):
             both = dict.fromkeys([int(row.argmax()), token])
             found.append({str(each): {"logprob": float(row[each]), "rank": 1} for each in both})
         return found
+
+    def on_server_info(self, _: Any) -> tuple[int, Any]:
+        return 200, {"vllm_config": "model='tiny', dtype=torch.float32, seed=0"}
 
     def on_collective_rpc(self, asked: Any) -> tuple[int, Any]:
         if "method" not in asked:

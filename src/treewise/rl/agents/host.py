@@ -26,6 +26,7 @@ import os
 import random
 import selectors
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -402,17 +403,25 @@ def is_function(agent: str) -> bool:
 
 
 def main() -> None:
+    """Serves the agent; the run's folder of episodes goes with it, also where a signal ended the run."""
+    try:
+        serve(sys.argv[2])
+    finally:
+        shutil.rmtree(sys.argv[3], ignore_errors=True)
+
+
+def serve(name: str) -> None:
     """Loads the agent, says whether that went well, and serves."""
     link = socket.socket(fileno=int(sys.argv[1]))
     key, address = os.environ["OPENAI_API_KEY"], os.environ["ANTHROPIC_BASE_URL"]  # of no episode
     try:
-        agent = loaded(sys.argv[2])
+        agent = loaded(name)
     except BaseException as error:  # of the user's module
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
         places = [f"{frame.filename}:{frame.lineno}: " for frame in frames if frame.filename != __file__]
         link.sendall(json.dumps({"error": f"{''.join(places[-1:])}{type(error).__name__}: {error}"}).encode() + b"\n")
         return
-    if is_function(sys.argv[2]) and (kept := kept_since_import(key, address)):
+    if is_function(name) and (kept := kept_since_import(key, address)):
         link.sendall(json.dumps({"error": "", "kept": kept}).encode() + b"\n")
         return
     gc.collect()

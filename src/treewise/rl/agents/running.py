@@ -91,6 +91,7 @@ class AgentRunner:
         self._is_closing = False
         self._link, other = socket.socketpair()
         words = [python or sys.executable, "-c", RUN_FILE, host.__file__, str(other.fileno()), agent]
+        words.append(self._folder.name)
         try:
             self._process = subprocess.Popen(
                 words,

@@ -132,7 +132,7 @@ class OnlineTrainer:
             self.sampler, self.eval_sampler, self._whole = copies
         self.collector = collector or tree_collector(task, tokenizer, self.settings, args, self.model)
         self._signals = StopSignals(may_abandon=args.world_size == 1)
-        self._checkpoints = CheckpointManager(args, self._run_facts)
+        self._checkpoints = CheckpointManager(args, self._run_facts, self.trainer.verify_saved)
         self._fingerprint = contents.fingerprint(self.model)
         self._ahead: Ahead | None = None
         self._journals: dict[int, Journal] = {}
@@ -206,6 +206,8 @@ class OnlineTrainer:
                 if is_last:
                     break
             self._tell("on_train_end")
+            read_saved = getattr(self.eval_sampler, "read_saved", None)
+            self.trainer.readers = [] if read_saved is None else [read_saved]
             with self._working():
                 self.save_model()
             if self.args.should_save:

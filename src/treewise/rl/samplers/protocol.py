@@ -156,7 +156,8 @@ class Sampler(Protocol):
     """Anything that continues token ids. One that answers several calls at once, as a server does, has a number
     `max_concurrent` of them: the online loop then asks for each continuation on its own. One that computes a call in
     parts may have `sample_in_parts`; one that draws by `TextStops.rules` has `takes_rules`; and one that is given
-    weights in two parts `begin_update`, which is `update` but returns what ends it: the model may change meanwhile.
+    weights in two parts `begin_update`, which is `update` but returns what ends it: the model may change meanwhile. One
+    that reads models from folders may have `read_saved` (`Reader` of `trainer/saved_model.py`).
     """
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:

@@ -3,6 +3,7 @@
 import logging
 import math
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -103,6 +104,14 @@ class Server:
         except SamplerError:
             return None
         return next((line.split()[1] for line in lines if line.startswith("process_start_time_seconds ")), None)
+
+    def dtype(self) -> str | None:
+        """In which vLLM computes, as torch names it; None where it does not say."""
+        try:
+            found = re.search(r"\bdtype=torch\.(\w+)", str(self.call("/server_info")))
+        except SamplerError:
+            return None
+        return None if found is None else found[1]
 
     def has(self, path: str) -> bool:
         """Whether it has a call: one without its fields is refused there, and not found elsewhere."""

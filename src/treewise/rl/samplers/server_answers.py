@@ -113,22 +113,34 @@ def _constrained(request: SampleRequest) -> dict[str, Any]:
 
 def question_of_scores(request: SampleRequest, completion: Completion, model: str) -> dict[str, Any]:
     """The JSON that asks for the log-probs of a reply without a grammar, as the policy has them: those of a prompt."""
-    ids = [*request.prefix_ids, *completion.token_ids.tolist()]
-    return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
+    return question_of_prompt([*request.prefix_ids, *completion.token_ids.tolist()], model)
+
+
+def question_of_prompt(ids: Sequence[int], model: str) -> dict[str, Any]:
+    """The JSON that asks for the log-probs of a prompt's tokens."""
+    return {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
 
 
 def scored(answer: ServerAnswer, request: SampleRequest, completion: Completion, location: str) -> Completion:
     """A completion with the log-probs of an answer to `question_of_scores`. Raises `RequestRefusedError`."""
-    num_prefix, ids = len(request.prefix_ids), completion.token_ids.tolist()
+    ids = [*request.prefix_ids, *completion.token_ids.tolist()]
     try:
-        entries = answer["choices"][0]["prompt_logprobs"][num_prefix : num_prefix + len(ids)]
-        values = [entry[str(token)]["logprob"] for entry, token in zip(entries, ids, strict=True)]
-    except (KeyError, IndexError, TypeError, ValueError):
+        values = prompt_logprobs(answer, ids, location)[len(request.prefix_ids) - 1 :]
+    except RequestRefusedError as error:
         raise RequestRefusedError(
-            f"{location}: the server scores no prompts (prompt_logprobs), without which the log-probs of a reply under "
-            "a schema are not the policy's."
+            f"{error}, without which those of a reply under a schema are not the policy's."
         ) from None
-    return replace(completion, logprobs=np.array(values, dtype=np.float32))
+    return replace(completion, logprobs=values.astype(np.float32))
+
+
+def prompt_logprobs(answer: ServerAnswer, ids: Sequence[int], location: str) -> np.ndarray:
+    """float64, of every token but the first, out of an answer to `question_of_prompt`. Raises `RequestRefusedError`."""
+    try:
+        entries = answer["choices"][0]["prompt_logprobs"][1 : len(ids)]
+        values = [entry[str(token)]["logprob"] for entry, token in zip(entries, ids[1:], strict=True)]
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise RequestRefusedError(f"{location}: the server scores no prompts (prompt_logprobs)") from None
+    return np.array(values)
 
 
 def _parsed(answer: ServerAnswer, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:

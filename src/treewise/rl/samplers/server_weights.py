@@ -104,6 +104,35 @@ class Handover:
         self._load(server, held, server.patience_seconds)  # other processes of the run may sample, and wait in the end
         return replace(held, starts={**held.starts, server.url: server.start()})
 
+    @contextmanager
+    def reading(self, server: Server, folder: Path, saved: nn.Module) -> Iterator[str | None]:
+        """Inside, a server has a saved model, afterwards what it was given before; yields the adapter by whose name it
+        is asked. saved: what was read from the folder here; servers that take whole weights get its adapters merged.
+
+        Raises:
+            SamplerError: weights are not handed over through folders; or the server does not take them.
+        """
+        if not isinstance(self.mode, str) or self.mode == "fixed":
+            raise SamplerError("it keeps its weights.")
+        before, has_adapters = self._held, is_peft(saved)
+        if self.mode == "adapter":
+            if not before.version:
+                self._load_base(saved, self._own_folder() / "base")
+            held = Held(0, str(folder.absolute()), f"treewise-{self._token}-saved")
+        else:
+            held = Held(0, str(self._own_folder() / "saved" if has_adapters else folder.absolute()))
+        if held.adapter is None and has_adapters:
+            save_whole(saved, Path(str(held.folder)))
+        try:
+            self._load(server, held)
+            yield held.adapter
+        finally:
+            if held.adapter is not None:
+                self._unload(server, held.adapter)
+            elif before.folder is not None:
+                self._load(server, before)
+            shutil.rmtree(self._own_folder() / "saved", ignore_errors=True)
+
     def close(self) -> None:
         """Removes what was written."""
         if self._folder is not None:

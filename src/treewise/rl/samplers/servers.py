@@ -12,13 +12,18 @@ started anew, which is then sampled once more. Seeds are the request's, so neith
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import nn
 
+from treewise.base import features
 from treewise.base.addresses import client_settings
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, RequestRefusedError, SamplerError, check_choice, pip_install
@@ -27,13 +32,18 @@ from treewise.rl.samplers.server import Server
 from treewise.rl.samplers.server_answers import (
     LOGPROBS_MODES,
     answered,
+    prompt_logprobs,
     question,
+    question_of_prompt,
     question_of_scores,
     refuse_unanswerable,
     scored,
 )
 from treewise.rl.samplers.server_weights import Handover, Held
 from treewise.rl.tasks.calls import Beside
+
+if TYPE_CHECKING:
+    from treewise.trainer.saved_model import Reading
 
 logger = logging.getLogger("treewise")
 
@@ -172,6 +182,25 @@ class ServerSampler:
                 server.was_away, server.num_trees = False, 0
 
         return finish
+
+    def read_saved(self, folder: Path, saved: nn.Module, rows: Sequence[np.ndarray]) -> "Reading":
+        """What the first server computes of rows with a saved model (`trainer/saved_model.py`); it then has again what
+        it had. No other thread may sample meanwhile.
+        """
+        server, found = self.servers[0], []
+        reading = partial(features.verified_saves.Reading, f"the server at {server.url}")
+        try:
+            self.reach()
+            most = self.max_length or sys.maxsize  # of a row with one token behind it
+            with self._weights.reading(server, folder, saved) as adapter:
+                for row in rows:
+                    asked = row[: most - 1].tolist()
+                    answer = server.call(_PATH, question_of_prompt(asked, adapter or str(self.model)))
+                    found.append(prompt_logprobs(answer, asked, server.url))
+            dtype = getattr(torch, server.dtype() or "bfloat16")  # vLLM's own choice for most models
+        except (ConfigError, SamplerError) as error:  # adapters that cannot be merged; a server that is away
+            return reading(why_not=str(error).rstrip("."))
+        return reading(found, dtype)
 
     def close(self) -> None:
         """Closes all connections."""

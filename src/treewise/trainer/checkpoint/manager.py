@@ -27,10 +27,15 @@ class ResumePoint:
 class CheckpointManager:
     """The checkpoints in the folder of a run. Every rank calls each method.
 
-    run_facts: what identifies the run, as plain values, read when needed."""
+    run_facts: what identifies the run, as plain values, read when needed. verify: holds a folder with whole weights
+    against the model in memory. It is called once: later checkpoints are written by the same code from the same model.
+    """
 
-    def __init__(self, args: SavedSettings, run_facts: Callable[[], dict[str, Any]]) -> None:
-        self.args, self._run_facts = args, run_facts
+    def __init__(
+        self, args: SavedSettings, run_facts: Callable[[], dict[str, Any]], verify: Callable[[Path], None]
+    ) -> None:
+        self.args, self._run_facts, self._verify = args, run_facts, verify
+        self._has_verified = False
         self.last_step = 0  # of the newest checkpoint that was written or resumed from
 
     def find(self, wanted: str | bool | None, *, may_begin: bool = False) -> ResumePoint | None:
@@ -59,19 +64,23 @@ class CheckpointManager:
         """Writes a checkpoint, publishes it, and only then removes old ones.
 
         Raises:
-            CheckpointError: a rank could not write, and `args.on_save_failure` is `stop`.
+            CheckpointError: a rank could not write, and `args.on_save_failure` is `stop`; or what was written is not
+                the model in memory.
         """
         step, best = run.loop.global_step, run.loop.best_global_step
         if best and (best == step or (run_dir / f"checkpoint-{best}").is_dir()):
             run.loop.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         facts = {"step": step, "max_tokens": max_tokens, **self._run_facts()}
         try:
-            contents.write(run, run_dir, facts)
+            folder = contents.write(run, run_dir, facts)
         except CheckpointError as error:
             if self.args.on_save_failure == "stop":
                 raise
             logger.error("%s The run goes on without it.", error)
             return
+        if not self._has_verified and not ranks.on_first_rank((folder / contents.SHARDS).is_dir):
+            self._verify(folder)
+            self._has_verified = True
         if self.args.should_save:
             store.prune(run_dir, self.args.save_total_limit, run.loop.best_model_checkpoint)
         self.last_step = step
