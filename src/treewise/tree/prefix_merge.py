@@ -92,10 +92,12 @@ def in_order(flat_ids: Ints, offsets: Ints) -> tuple[Ints, Ints]:
     """
     # Big-endian bytes compare as the non-negative integers do, so memcmp does the work.
     blob = memoryview(flat_ids.astype(">i4").tobytes())
-    keys = [bytes(blob[low:high]) for low, high in pairwise((offsets * 4).tolist())]
+    bounds: list[int] = (offsets * 4).tolist()
+    keys = [bytes(blob[low:high]) for low, high in pairwise(bounds)]
     order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
     shared = np.zeros(len(order), dtype=np.int64)
-    starts, lengths = offsets[:-1][order].tolist(), np.diff(offsets)[order]
+    starts: list[int] = offsets[:-1][order].tolist()
+    lengths: Ints = np.diff(offsets)[order]
     for row, limit in enumerate(np.minimum(lengths[:-1], lengths[1:]).tolist(), start=1):
         if not limit:
             continue
@@ -119,7 +121,8 @@ def merge_sequences(flat_ids: Ints, offsets: Ints) -> Segments:
     flat_ids: [F] int32, the sequences one after the other. offsets: [N + 1] where each begins.
     """
     order, lcp = in_order(flat_ids, offsets)
-    begins, lengths = offsets[:-1][order], np.diff(offsets)[order]
+    begins: Ints = offsets[:-1][order]
+    lengths: Ints = np.diff(offsets)[order]
     num_new = lengths - lcp
     run_start = np.concatenate([[0], np.cumsum(num_new)])
     num_tokens = int(run_start[-1])
@@ -168,7 +171,8 @@ def path_index(segments: Segments) -> Ints:
     """[F] int64, tree positions of every trajectory, one after the other."""
     length = segments.lengths
     level = [0] * len(segments.parent)  # segments above each; parents come first
-    for row, above in enumerate(segments.parent.tolist()):
+    parents: list[int] = segments.parent.tolist()
+    for row, above in enumerate(parents):
         if above >= 0:
             level[row] = level[above] + 1
     num_links = np.array(level, dtype=np.int64)[segments.end_segment] + 1

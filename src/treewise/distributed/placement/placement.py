@@ -38,8 +38,9 @@ def least_load(step: StepCosts, leaves: Leaves, num_ranks: int) -> int:
     alone = restrict(step.segments, np.flatnonzero(leaves.of_trajectory == int(leaves.path_cost.argmax())))
     most = int(step.once[np.searchsorted(step.segments.start, alone.source)].sum())
     if step.max_tokens is not None:
-        length, above = alone.lengths, alone.parent.tolist()
-        deepest = (alone.depth + length).tolist()
+        length = alone.lengths
+        above: list[int] = alone.parent.tolist()
+        deepest: list[int] = (alone.depth + length).tolist()
         for segment in range(len(above) - 1, 0, -1):
             if above[segment] >= 0:
                 deepest[above[segment]] = max(deepest[above[segment]], deepest[segment])
