@@ -34,6 +34,7 @@ CROSS_CUTTING = {
     "test_predicted_steps": "benchmarks/predict_gpu.py: recorded steps and their predicted seconds",
     "test_package": "the package as installed: names, imports, types",
     "test_wheel": "what is shipped",
+    "test_types": "how much of the package mypy knows nothing of",
     "test_whose_warnings": "which warnings are errors",
 }
 # Tests of what several modules of one package do together.

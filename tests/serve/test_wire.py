@@ -13,7 +13,7 @@ from treewise.errors import DataError
 from treewise.serve.adapter_slots import Shape
 from treewise.serve.settings import ServeSettings
 from treewise.serve.weights import ServedModel
-from treewise.serve.wire import call_answer, read_rows
+from treewise.serve.wire import call_answer, read_head, read_rows
 from treewise.testing.families import tiny_model
 from treewise.tree.trajectory import Trajectory
 
@@ -73,6 +73,23 @@ def flat(model, weights, data, loss, settings, dtype):
 
 def relative(found, wanted):
     return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("seq_id", [0, 1, 127, 128, 300, (1 << 31) - 1])
+def test_the_head_of_a_call_is_what_protobuf_reads(seq_id, forward_only):
+    """Also with fields in another order and of kinds that the schema does not have; a cut body is refused."""
+    message = pb.ForwardBackwardRequest(model_id="s:train:0", seq_id=seq_id, forward_only=forward_only, loss_fn="ppo")
+    message.loss_fn_config["beta"] = 0.5
+    message.data.add().loss_fn_inputs["weights"].dense = bytes(range(256)) * 3
+    unknown = b"\xf9\x01" + bytes(8) + b"\xfd\x01" + bytes(4)  # number 31: of 8 bytes and of 4
+    body = message.SerializeToString()
+    for given in (body, unknown + body, pb.ForwardBackwardRequest(model_id="old").SerializeToString() + body + unknown):
+        assert read_head(given) == ("s:train:0", seq_id, forward_only)
+        pb.ForwardBackwardRequest().ParseFromString(given)
+    for cut in (body[:-1], body[:12], body + b"\x0b", body + b"\x1a\x05ab", body + b"\x10" + b"\xff" * 12):
+        with pytest.raises(DataError, match="no ForwardBackwardRequest"):
+            read_head(cut)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

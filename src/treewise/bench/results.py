@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from rich.console import Group, RenderableType
@@ -18,6 +18,40 @@ from treewise.base.columns import Columns
 from treewise.base.durable import write_atomically
 from treewise.base.own_files import read_own, sealed, unsealed
 from treewise.bench.varlen import HOPPER, NEWER
+
+
+class Seconds(TypedDict):
+    """Of a contestant's steps."""
+
+    median: float
+    min: float
+    max: float
+
+
+class Kernel(TypedDict, total=False):
+    """seconds: of each kernel of attention that was timed."""
+
+    name: str
+    seconds: dict[str, float]
+
+
+class Result(TypedDict, total=False):
+    """What a row holds of a contestant. skipped: why it did not run."""
+
+    skipped: str
+    note: str
+    seconds: Seconds
+    kernel: Kernel
+    flat_tokens_per_second: float
+    computed_tokens_per_second: float
+    computed_tokens: int
+    peak_bytes: int | None
+    gradient_error: float | None
+    key_rows_per_token: float | None
+    mfu: float | None
+    bound_of_tree: float
+    host_seconds: float
+
 
 OURS = ("tree", "held", "recomputed")
 
@@ -136,7 +170,7 @@ def row_view(row: dict[str, Any]) -> RenderableType:
     names += ["of tree (bound)", "peak MiB", "gradient error", "computed", "key rows/token", "host s"]
     rows: list[list[str]] = []
     notes: list[str] = []
-    for name, result in row["contestants"].items():
+    for name, result in _results_of(row).items():
         if "skipped" in result:
             what, colon, why = result["skipped"].partition(": ")
             rows.append([name, escape(what)])
@@ -148,13 +182,18 @@ def row_view(row: dict[str, Any]) -> RenderableType:
     return Group(table, Text("\n".join([*notes, ""]))) if notes else table
 
 
-def attention_of(result: dict[str, Any]) -> str | None:
+def attention_of(result: Result) -> str | None:
     """By which kernel a contestant's packed rows attend and what each that was timed takes; None where none was."""
-    kernel = result.get("kernel", {})
+    kernel = result.get("kernel", Kernel())
     if not kernel.get("seconds"):
         return None
     timed = ", ".join(f"{name} {1000 * seconds:.3g}" for name, seconds in kernel["seconds"].items())
     return f"attention by {kernel['name']}, the fastest of (milliseconds of a layer) {timed}"
+
+
+def _results_of(row: dict[str, Any]) -> dict[str, Result]:
+    results: dict[str, Result] = row["contestants"]
+    return results
 
 
 def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:
@@ -168,33 +207,37 @@ def efficiency(row: dict[str, Any], name: str) -> float | None:
     """Speed-up over the first flat contestant that ran, over the FLOP bound; None where no kernel for the card was at
     hand for its rows, but one of older cards (`varlen.NEWER`)."""
     flat, _ = baselines_of(row)
-    has_newer = row.get("capability") is not None and row["capability"][0] >= HOPPER and row["dtype"] != "float32"
-    timed = row["contestants"].get(flat, {}).get("kernel", {}).get("seconds", {}) if has_newer else {}
+    capability: tuple[int, int] | None = row.get("capability")
+    has_newer = capability is not None and capability[0] >= HOPPER and row["dtype"] != "float32"
+    timed = _results_of(row).get(flat or "", Result()).get("kernel", Kernel()).get("seconds", {}) if has_newer else {}
     if has_newer and not {row["varlen_kernel"], *timed} & set(NEWER):
         return None
-    ratio = None if flat is None else row["speed_up"][flat].get(name)
-    return None if ratio is None else ratio / row["flop_bound"]
+    speed_up: dict[str, dict[str, float]] = row["speed_up"]
+    ratio = None if flat is None else speed_up[flat].get(name)
+    return None if ratio is None else ratio / float(row["flop_bound"])
 
 
 def speed_of_tree(row: dict[str, Any], name: str) -> float | None:
     """Speed of a contestant under a budget over that of `tree`; None for others, or where that did not run."""
-    tree, result = row["contestants"].get("tree", {}), row["contestants"][name]
+    tree, result = _results_of(row).get("tree", Result()), _results_of(row)[name]
     if not (name.partition("@")[1] and is_ours(name) and "seconds" in tree and "seconds" in result):
         return None
     return tree["seconds"]["median"] / result["seconds"]["median"]
 
 
-def _cells(row: dict[str, Any], name: str, result: dict[str, Any], first: str | None, second: str | None) -> list[str]:
+def _cells(row: dict[str, Any], name: str, result: Result, first: str | None, second: str | None) -> list[str]:
     seconds = result["seconds"]
-    ratios = [row["speed_up"][base].get(name) for base in (first, second) if base]
+    speed_up: dict[str, dict[str, float]] = row["speed_up"]
+    ratios = [speed_up[base].get(name) for base in (first, second) if base]
     of_bound, speed, bound = efficiency(row, name), speed_of_tree(row, name), result.get("bound_of_tree")
+    mfu = result.get("mfu")
     peak, error, key_rows = result["peak_bytes"], result["gradient_error"], result["key_rows_per_token"]
     return [
         f"{seconds['median']:.3f} ({seconds['min']:.3f}-{seconds['max']:.3f})",
         f"{result['flat_tokens_per_second']:,.0f}",
         *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         "" if of_bound is None else f"{of_bound:.2f}",
-        "" if result.get("mfu") is None else f"{100 * result['mfu']:.0f} %",
+        "" if mfu is None else f"{100 * mfu:.0f} %",
         f"{result['computed_tokens_per_second']:,.0f}" if "computed_tokens_per_second" in result else "",
         " ".join([*([] if speed is None else [f"{speed:.2f}"]), *([] if bound is None else [f"({bound:.2f})"])]),
         "" if peak is None else f"{peak / 2**20:,.0f}",
@@ -207,8 +250,8 @@ def _cells(row: dict[str, Any], name: str, result: dict[str, Any], first: str | 
 
 def _title(row: dict[str, Any]) -> str:
     kernels = f"{row.get('layers', 'plain')} layers, flat rows by {row.get('varlen_kernel', 'sdpa')}"
-    left_out = row.get("num_left_out", 0)
-    count = row["num_trajectories"]
+    left_out: int = row.get("num_left_out", 0)
+    count: int = row["num_trajectories"]
     part = f" ({count:,} of its {count + left_out:,} trajectories)" if left_out else ""
     return (
         f"{row['model']}, {row['workload']}{part}, {row['dtype']} on {row['device']}: {row['flat_tokens']:,} flat and "

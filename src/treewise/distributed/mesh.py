@@ -10,7 +10,7 @@ meshes and replaces the forwards of layers; it would also apply its own FSDP2, w
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -100,7 +100,16 @@ class Mesh:
                 sum_gradients([parameter], held_alike.get_group())
 
 
-def mesh_loaded(manager: Any, config: Any) -> Mesh:
+class _Loaded(Protocol):
+    """What of transformers' configuration of a mesh is read."""
+
+    fsdp_size: int
+    dp_replicate_size: int
+    dp_size: int
+    pp_size: int
+
+
+def mesh_loaded(manager: Any, config: _Loaded) -> Mesh:
     """The mesh that transformers loaded a model on (`parts.mesh_of`), by its manager and its configuration of it."""
     if config.dp_size > 1 or config.pp_size > 1:
         raise UnsupportedModelError(

@@ -9,7 +9,7 @@ program's backward, where FSDP2 takes a forward for a recomputation and lets lay
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -19,6 +19,12 @@ from torch.distributed.tensor import DTensor
 from treewise.distributed import ranks
 from treewise.errors import UnsupportedModelError
 from treewise.nn.wrapped import is_compiled
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+
+    class Unit(FSDPModule, nn.Module):
+        """A module that FSDP2 gathers."""
 
 
 def shards_of(model: nn.Module, decoder: nn.Module) -> "OthersShards | None":
@@ -33,13 +39,17 @@ def shards_of(model: nn.Module, decoder: nn.Module) -> "OthersShards | None":
                 f"the model is sharded by FSDP1 ({type(module).__name__}), whose wrappers stand between the layers; "
                 "use FSDP2: fully_shard, or fsdp_version 2 (`version` in transformers' fsdp_config)."
             )
-    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [module for module in model.modules() if _is_unit(module)]
     if not units:
         return None
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             _refuse_mesh(name, parameter)
     return OthersShards(units, decoder)
+
+
+def _is_unit(module: nn.Module) -> "TypeGuard[Unit]":
+    return isinstance(module, FSDPModule)
 
 
 def _refuse_mesh(name: str, parameter: DTensor) -> None:
@@ -63,14 +73,14 @@ class OthersShards:
     decoder: whose forward is called inside of the model's.
     """
 
-    def __init__(self, units: list[Any], decoder: nn.Module) -> None:
+    def __init__(self, units: "list[Unit]", decoder: nn.Module) -> None:
         inside = {id(module) for module in decoder.modules() if module is not decoder}
         self._decoder, self.units = decoder, units
-        self.layers: list[Any] = [unit for unit in units if id(unit) in inside]
-        self.around: list[Any] = [unit for unit in units if id(unit) not in inside]
+        self.layers = [unit for unit in units if id(unit) in inside]
+        self.around = [unit for unit in units if id(unit) not in inside]
 
     @property
-    def root(self) -> Any:
+    def root(self) -> "Unit | None":
         """The outermost unit that calls the decoder; None where layers alone are units."""
         return next((unit for unit in self.around if any(each is self._decoder for each in unit.modules())), None)
 
@@ -85,7 +95,7 @@ class OthersShards:
         return torch.device(self.units[0]._get_fsdp_state()._device)  # noqa: SLF001
 
     @property
-    def dtypes(self) -> set[Any]:
+    def dtypes(self) -> set[torch.dtype]:
         """In which units compute, where not in the dtype of their parameters."""
         policies = [unit._get_fsdp_state()._mp_policy for unit in self.units]  # noqa: SLF001
         return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
@@ -122,7 +132,7 @@ class OthersShards:
             yield
 
     @contextmanager
-    def _freed_after_forward(self, walked: nn.Module, states: list[Any]) -> Iterator[None]:
+    def _freed_after_forward(self, walked: nn.Module, states: "list[FSDPState]") -> Iterator[None]:
         """Inside, a layer is whole during its own forward and backward alone; a recomputation is in the latter."""
         units = [unit for unit in self.layers if unit._get_fsdp_state() in states]  # noqa: SLF001
         if is_compiled(walked):  # hooks would have layers compiled once more
@@ -138,7 +148,7 @@ class OthersShards:
             nonlocal is_forward
             is_forward = False
 
-        def free(unit: Any, *_: object) -> None:
+        def free(unit: "Unit", *_: object) -> None:
             if is_forward:
                 unit.reshard()
 
@@ -152,7 +162,7 @@ class OthersShards:
 
 
 @contextmanager
-def _ended_by(shared: Any, states: list[Any]) -> Iterator[None]:
+def _ended_by(shared: "FSDPStateContext", states: "list[FSDPState]") -> Iterator[None]:
     """Inside, a backward ends with some units alone, as if they were all; that around it ends with the others.
 
     What it did to these units is ended first: those of a later call are through, as autograd takes later calls first.
@@ -171,7 +181,7 @@ def _ended_by(shared: Any, states: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _without_own_hooks(unit: Any) -> Iterator[None]:
+def _without_own_hooks(unit: "Unit") -> Iterator[None]:
     """Inside, FSDP2's hooks on a module's forward do not run, but that tensors are cast as by these; others do."""
     state, names = unit._get_fsdp_state(), ("_forward_pre_hooks", "_forward_hooks")  # noqa: SLF001
     before = {name: vars(unit)[name] for name in names}
@@ -193,7 +203,7 @@ def _without_own_hooks(unit: Any) -> Iterator[None]:
         vars(unit).update(before)
 
 
-def _is_of(hook: Any, state: object) -> bool:
+def _is_of(hook: object, state: object) -> bool:
     while hook is not None:
         if getattr(hook, "__self__", None) is state:
             return True

@@ -11,7 +11,7 @@ kernel computes. Batched products, of which attention without a kernel consists,
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def _parts(events: list[FunctionEvent], seconds: float, *, on_gpu: bool) -> dict
             continue  # kernels count with the operation that launched them
         name = seen[id(event)] = _part_of(event, seen)
         total = sums[name]
-        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        microseconds: float = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         total[0] += microseconds / 1e6
         total[1] += _flops(event)
         total[2] += 1
@@ -162,9 +162,15 @@ def _part_of(event: FunctionEvent, seen: dict[int, str]) -> str:
     return GATHERS if event.name in _GATHERS else around
 
 
+def _shapes(event: FunctionEvent) -> list[Sequence[int]]:
+    """Of its arguments that are tensors."""
+    shapes: list[Any] = list(event.input_shapes or ())  # annotated as of one tensor there
+    return [shape for shape in shapes if shape]
+
+
 def _kernel_part(event: FunctionEvent) -> str:
     """Which kind of block a call of the CPU's attention kernel computes, from its arguments."""
-    shapes: list[Any] = [input_shape for input_shape in event.input_shapes or () if input_shape]
+    shapes = _shapes(event)
     if any(len(shape) == 4 and shape[0] == 1 and shape[1] == 1 for shape in shapes[3:]):
         return TILES
     query, key = (shapes[1], shapes[2]) if event.name.endswith("backward") else (shapes[0], shapes[1])
@@ -172,7 +178,7 @@ def _kernel_part(event: FunctionEvent) -> str:
 
 
 def _flops(event: FunctionEvent) -> float:
-    shapes: list[Any] = [input_shape for input_shape in event.input_shapes or () if input_shape]
+    shapes = _shapes(event)
     if event.name in _PRODUCTS:
         if event.cpu_parent is not None and event.cpu_parent.name in _PRODUCTS:
             return 0.0  # on a CPU a grouped product calls one for each group

@@ -12,7 +12,9 @@ from torch import nn
 
 from treewise.distributed import ranks
 from treewise.distributed.divided_tensors import local_part
+from treewise.distributed.others_shards import OthersShards
 from treewise.errors import ConfigError, VerificationError
+from treewise.integrations.batches.tree_batches import Counts
 from treewise.nn.gradients import gradients_restored
 from treewise.nn.platform.tensors import autocast_dtype
 from treewise.nn.whole_gradients import (
@@ -31,8 +33,8 @@ class _Shared(Protocol):
     """A model that shares; `counts` tell whether a batch did."""
 
     model: nn.Module
-    counts: Any
-    shards: Any
+    counts: Counts
+    shards: OthersShards | None
 
     def paused(self) -> AbstractContextManager[None]: ...
 
@@ -138,16 +140,15 @@ def _gradients(model: nn.Module, batch: Mapping[str, Any], loss_of: LossOf) -> t
         return float(loss.detach()), {name: local_part(grad) for name, grad in take_gradients(model).items()}
 
 
-def _default_loss(mask: Any, output: Any) -> torch.Tensor:
+def _default_loss(mask: object, output: Any) -> torch.Tensor:
     """mask: [B, L] or None; of padding the logits have no meaning."""
     if getattr(output, "loss", None) is not None:
         loss: torch.Tensor = output.loss
         return loss
-    logits = output.logits.float()
+    logits: torch.Tensor = output.logits.float()
     weights = torch.linspace(-1, 1, logits.shape[-1], device=logits.device)
     sums = (logits.log_softmax(-1) * weights).sum(-1)
-    is_real = isinstance(mask, torch.Tensor) and mask.shape == sums.shape
-    return (sums * mask).mean() if is_real else sums.mean()
+    return (sums * mask if isinstance(mask, torch.Tensor) and mask.shape == sums.shape else sums).mean()
 
 
 def _wide(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewise.base.arrays import Floats, Ints
 from treewise.distributed.placement import CostModel, assign_ranks
 from treewise.errors import ConfigError
 from treewise.tree.forest import Forest
@@ -24,7 +25,7 @@ from treewise.tree.trajectory import Trajectory
 # A group is cut only where its slowest rank takes more than this, over what it takes with groups cut.
 WORTH_A_CUT = 1.1
 
-Workload = Callable[[np.ndarray], np.ndarray]
+Workload = Callable[[Ints], Floats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class RankRows:
 
 
 def rows_by_rank(
-    rows: Sequence[np.ndarray],
+    rows: Sequence[Ints],
     groups: Sequence[Hashable],
     num_ranks: int,
     workload: Workload,
@@ -66,7 +67,7 @@ def rows_by_rank(
     if num_mini_batches > 1:
         mini_batches, _ = _parts(rows, groups, mini_batches[0], num_mini_batches, cost)
     placed = [_parts(rows, groups, mini_batch, num_ranks, cost) for mini_batch in mini_batches]
-    seconds = np.array([each for _, each in placed])
+    seconds: Floats = np.array([each for _, each in placed])
     parts_of: dict[Hashable, set[tuple[int, int]]] = {}
     for mini_batch, (parts, _) in enumerate(placed):
         for rank, part in enumerate(parts):
@@ -80,8 +81,8 @@ def rows_by_rank(
 
 
 def _parts(
-    rows: Sequence[np.ndarray], groups: Sequence[Hashable], chosen: Sequence[int], num_parts: int, cost: CostModel
-) -> tuple[list[list[int]], np.ndarray]:
+    rows: Sequence[Ints], groups: Sequence[Hashable], chosen: Sequence[int], num_parts: int, cost: CostModel
+) -> tuple[list[list[int]], Floats]:
     """Some rows in parts of as many, relatives side by side in each; [parts] predicted seconds.
 
     Groups are whole, unless they do not make parts of equal numbers, or one part takes too long by them.
@@ -89,7 +90,7 @@ def _parts(
     members: dict[Hashable, list[int]] = {}
     for index in chosen:
         members.setdefault(groups[index], []).append(index)
-    in_groups = np.concatenate(list(members.values()))
+    in_groups: Ints = np.concatenate(list(members.values()))
     # A last token of its own makes each row a leaf, so that any number of rows makes a part.
     new_id = 1 + max(int(row.max()) for row in rows)
     forests = [
@@ -103,7 +104,8 @@ def _parts(
         if not is_equal or placed.seconds.max() > WORTH_A_CUT * cut.seconds.max():
             placed = cut
     order, _ = in_order(
-        np.concatenate([rows[index] for index in in_groups]), np.cumsum([0, *(len(rows[index]) for index in in_groups)])
+        np.concatenate([rows[index] for index in in_groups.tolist()]),
+        np.cumsum([0, *(len(rows[index]) for index in in_groups.tolist())]),
     )
     order = order[np.argsort(placed.rank_of_trajectory[order], kind="stable")]
     return in_groups[order].reshape(num_parts, -1).tolist(), placed.seconds
@@ -112,13 +114,13 @@ def _parts(
 def _cost_model(workload: Workload) -> CostModel:
     """verl's time of a row, a * length + b * length^2, as costs of its tokens and of its length * (length + 1) / 2
     pairs."""
-    one, two = workload(np.array([1, 2])).tolist()
+    one, two = (float(each) for each in workload(np.array([1, 2])))
     square = (two - 2 * one) / 2
     return CostModel(one - 2 * square, 2 * square, 0.0)
 
 
 def runs_of_relatives(
-    rows: Sequence[np.ndarray],
+    rows: Sequence[Ints],
     max_tokens: int,
     workload: Workload,
     min_ratio: float = 1.0,
@@ -142,20 +144,21 @@ def runs_of_relatives(
             f"of up to {max_tokens}; raise ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu)."
         )
     order, shared = in_order(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
-    lengths = np.array([len(rows[index]) for index in order])
+    lengths: Ints = np.array([len(rows[index]) for index in order.tolist()])
     whole, rest = (workload(each).astype(float) for each in (lengths, shared))
+    columns: tuple[list[float], ...] = (lengths.tolist(), shared.tolist(), whole.tolist(), rest.tolist())
 
     def cut(most: float) -> list[list[int]]:
         """Runs that take no longer than `most`, each as long as it can be."""
         runs: list[list[int]] = []
         tree = flat = time = 0.0
-        for place, length in enumerate(lengths):
-            tree, flat, time = tree + length - shared[place], flat + length, time + whole[place] - rest[place]
+        for place, length, old, seconds, saved in zip(order.tolist(), *columns, strict=True):
+            tree, flat, time = tree + length - old, flat + length, time + seconds - saved
             has_room = tree <= max_tokens and (flat <= max_tokens or flat >= min_ratio * tree)
             if not runs or not has_room or time > most:
                 runs.append([])
-                tree, flat, time = length, length, whole[place]
-            runs[-1].append(int(order[place]))
+                tree, flat, time = length, length, seconds
+            runs[-1].append(place)
         return runs
 
     high = float(whole.sum())
@@ -172,11 +175,11 @@ def runs_of_relatives(
     return runs
 
 
-def verl_workload(lengths: np.ndarray) -> np.ndarray:
+def verl_workload(lengths: Ints) -> Floats:
     """verl's own prediction of the time of rows, by length."""
     from verl.utils.seqlen_balancing import calculate_workload
 
-    found: np.ndarray = calculate_workload(torch.as_tensor(lengths)).numpy()
+    found: Floats = calculate_workload(torch.as_tensor(lengths)).numpy()
     return found
 
 
@@ -189,14 +192,15 @@ def relatives_together(min_ratio: float) -> Iterator[None]:
     own = transformer_impl.prepare_micro_batches
 
     def prepare(data: Any, dp_group: Any = None, **more: Any) -> tuple[list[Any], Any]:
-        ids = data["input_ids"]
+        ids: torch.Tensor = data["input_ids"]
         has_images = any(tu.get(data, "multi_modal_inputs", []))  # of rows without, empty dictionaries
         if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True) or has_images:
             return own(data=data, dp_group=dp_group, **more)
         if ids.is_nested:
             rows = [each.cpu().numpy() for each in ids.unbind()]
         else:
-            rows = [row[mask.bool()].cpu().numpy() for row, mask in zip(ids, data["attention_mask"], strict=True)]
+            masks: torch.Tensor = data["attention_mask"]
+            rows = [row[mask.bool()].cpu().numpy() for row, mask in zip(ids, masks, strict=True)]
         runs = runs_of_relatives(rows, int(data["max_token_len_per_gpu"]), verl_workload, min_ratio)
         count = torch.tensor([len(runs)], device=ids.device)
         if dp_group is not None and torch.distributed.is_initialized():

@@ -14,10 +14,10 @@ Letters: E edges, M model width.
 import copy
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from treewise.distributed import ranks
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.integrations.batches.batch_forest import IGNORED, NotShareable, Rows, rows_to_forest
-from treewise.integrations.batches.tree_batches import Fields, StandIn, TreeBatches, as_numpy, fields_in_rows
+from treewise.integrations.batches.tree_batches import Fields, StandIn, TreeBatches, as_numpy, fields_in_rows, tensor_of
 from treewise.integrations.verl_batches import relatives_together
 from treewise.nn.wrapped import base_model
 
@@ -42,7 +42,35 @@ _OF_THE_ROWS = ("input_ids", "attention_mask", "position_ids", "shift_labels")
 _OTHERS = ("use_cache", "return_dict", "temperature", "cu_seqlens", "cu_seqlens_cpu")
 
 
-def rows_of_call(kwargs: dict[str, Any], routed_experts: np.ndarray | None = None) -> Rows | None:
+class VerlBatch(Protocol):
+    """verl's `TensorDict`; what of it is read."""
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+    def __contains__(self, name: object, /) -> bool: ...
+    def get(self, name: str, default: None, /) -> torch.Tensor | None: ...
+    def select(self, *names: str) -> "VerlBatch": ...
+    def cpu(self) -> "VerlBatch": ...
+    def to_padded_tensor(self) -> Mapping[str, torch.Tensor]: ...
+
+
+class VerlOutput(TypedDict):
+    """What verl's `forward_step` returns beside the loss."""
+
+    model_output: dict[str, torch.Tensor]
+    metrics: dict[str, float | None]
+
+
+class FusedOutput(Protocol):
+    """What verl's fused forward returns."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+
+
+Step = Callable[..., tuple[torch.Tensor | None, VerlOutput]]
+
+
+def rows_of_call(kwargs: Mapping[str, object], routed_experts: np.ndarray | None = None) -> Rows | None:
     """A micro-batch as a forest; None if it has no token with a label.
 
     Packed (`use_remove_padding`): one row of all sequences, which begin where positions start anew, with the label of
@@ -57,7 +85,7 @@ def rows_of_call(kwargs: dict[str, Any], routed_experts: np.ndarray | None = Non
     for name, value in kwargs.items():
         if value is not None and name not in (*_OF_THE_ROWS, *_OTHERS):
             raise NotShareable(f"the argument {name!r} is not supported")
-    token_ids, mask, positions, labels = (kwargs.get(name) for name in _OF_THE_ROWS)
+    token_ids, mask, positions, labels = (tensor_of(kwargs, name) for name in _OF_THE_ROWS)
     if token_ids is None:
         raise NotShareable("it has no input_ids")
     if positions is not None and positions.shape != token_ids.shape:
@@ -74,27 +102,28 @@ def rows_of_call(kwargs: dict[str, Any], routed_experts: np.ndarray | None = Non
         more = np.full((num_real - len(routed_experts), *routed_experts.shape[1:]), -1)
         routed_experts = np.concatenate([routed_experts, more])
     return rows_to_forest(
-        *(as_numpy(each) for each in (token_ids, labels, mask, positions)),
-        routed_experts=routed_experts,
+        as_numpy(token_ids), as_numpy(labels), as_numpy(mask), as_numpy(positions), routed_experts=routed_experts
     )
 
 
-def recorded_experts(micro_batch: Any) -> np.ndarray | None:
+def recorded_experts(micro_batch: VerlBatch) -> np.ndarray | None:
     """[F, layers, k] the experts that verl's rollout recorded (`enable_rollout_routing_replay`), of the sequences of a
     micro-batch one behind the other; None where it recorded none. verl fills up with rows of zeros."""
     experts = micro_batch.get("routed_experts", None)
     if experts is None:
         return None
     table = as_numpy(torch.cat(list(experts.unbind())))
-    return np.where((table == 0).all((1, 2), keepdims=True), -1, table)
+    recorded: np.ndarray = np.where((table == 0).all((1, 2), keepdims=True), -1, table)
+    return recorded
 
 
-def gap_to_rollout(log_probs: torch.Tensor, micro_batch: Any) -> float | None:
+def gap_to_rollout(log_probs: torch.Tensor, micro_batch: VerlBatch) -> float | None:
     """`logprob_gap` of a micro-batch: mean of `exp(|log_probs - rollout_log_probs|)` over the tokens of its response
     mask. log_probs: of all tokens, as verl's engine returns them. None: the mask has none."""
     from verl.workers.utils.padding import no_padding_2_padding
 
-    found = no_padding_2_padding(log_probs, micro_batch).float().cpu()
+    padded: torch.Tensor = no_padding_2_padding(log_probs, micro_batch)
+    found = padded.float().cpu()
     rollout = micro_batch.select("rollout_log_probs", "response_mask").cpu().to_padded_tensor()
     gaps = torch.exp((found - rollout["rollout_log_probs"]).abs())[rollout["response_mask"].bool()]
     return gaps.mean().item() if len(gaps) else None
@@ -106,7 +135,9 @@ class VerlHead:
     names: tuple[str, ...] = ("log_probs", "entropy")
     without_gradient: tuple[str, ...] = ()
 
-    def __init__(self, model: nn.Module, decoder: nn.Module, forward: Callable[..., Any], temperature: float) -> None:
+    def __init__(
+        self, model: nn.Module, decoder: nn.Module, forward: Callable[..., FusedOutput], temperature: object
+    ) -> None:
         self._model, self._decoder, self._forward, self._temperature = model, decoder, forward, temperature
 
     def __call__(self, hidden_EM: torch.Tensor, labels_E: torch.Tensor) -> Fields:
@@ -115,7 +146,7 @@ class VerlHead:
         output = self._forward(
             stand_in, shift_labels=labels_E[None], temperature=self._temperature, return_dict=True, use_cache=False
         )
-        return {name: getattr(output, name).reshape(-1) for name in self.names}
+        return {"log_probs": output.log_probs.reshape(-1), "entropy": output.entropy.reshape(-1)}
 
 
 class EngineSharing:
@@ -129,21 +160,22 @@ class EngineSharing:
         self.model, self.engine, self._of_verl = model, engine, of_verl
         self._batches = TreeBatches(engine, model, min_ratio)
         self.counts = self._batches.counts
-        self._own: Callable[..., Any] = type(model).forward
+        self._own: Callable[..., FusedOutput] = type(model).forward
         self._is_compared = False
         self._experts: np.ndarray | None = None  # of the micro-batch that runs
         self._is_measured = False  # whether the gap to the rollout was, in the batch that runs
         model.forward = MethodType(self._forward_of(), model)
-        own, own_step = type(of_verl).forward_backward_batch, type(of_verl).forward_step
+        own: Callable[..., object] = type(of_verl).forward_backward_batch
+        self._own_step: Step = type(of_verl).forward_step
 
         @functools.wraps(own)
-        def forward_backward_batch(*args: Any, **kwargs: Any) -> Any:
+        def forward_backward_batch(*args: object, **kwargs: object) -> object:
             self._is_measured = False
             with relatives_together(min_ratio):
                 return own(of_verl, *args, **kwargs)
 
-        @functools.wraps(own_step)
-        def forward_step(micro_batch: Any, loss_function: Any, forward_only: Any) -> Any:
+        @functools.wraps(self._own_step)
+        def forward_step(micro_batch: VerlBatch, loss_function: object, forward_only: bool) -> object:
             return self._step(micro_batch, loss_function, trains=not forward_only)
 
         of_verl.forward_backward_batch, of_verl.forward_step = forward_backward_batch, forward_step
@@ -166,7 +198,7 @@ class EngineSharing:
 
         return tree_forward
 
-    def _step(self, micro_batch: Any, loss_function: Any, *, trains: bool) -> Any:
+    def _step(self, micro_batch: VerlBatch, loss_function: object, *, trains: bool) -> object:
         """verl's own step of a micro-batch, through its recorded experts.
 
         An update's metrics get `routed_otherwise`, and those of its first micro-batch `replayed_gap` and `live_gap`,
@@ -179,7 +211,7 @@ class EngineSharing:
             self._is_measured, live = True, self._live_logprobs(micro_batch)
         self._experts = experts
         try:
-            loss, output = type(self._of_verl).forward_step(self._of_verl, micro_batch, loss_function, not trains)
+            loss, output = self._own_step(self._of_verl, micro_batch, loss_function, not trains)
         finally:
             self._experts = None
         if is_replayed and (num_recorded := self.counts.num_recorded - before.num_recorded):
@@ -191,22 +223,21 @@ class EngineSharing:
         return loss, output
 
     @torch.no_grad()
-    def _live_logprobs(self, micro_batch: Any) -> torch.Tensor:
+    def _live_logprobs(self, micro_batch: VerlBatch) -> torch.Tensor:
         """Log-probs of a micro-batch as its routers choose now, in verl's layout; it is not counted."""
         before = copy.deepcopy(self.counts)
-        _, output = type(self._of_verl).forward_step(self._of_verl, micro_batch, None, forward_only=True)
+        _, output = self._own_step(self._of_verl, micro_batch, None, forward_only=True)
         vars(self.counts).update(vars(before))
-        log_probs: torch.Tensor = output["model_output"]["log_probs"]
-        return log_probs
+        return output["model_output"]["log_probs"]
 
-    def _serve(self, kwargs: dict[str, Any]) -> object:
+    def _serve(self, kwargs: dict[str, object]) -> object:
         expected = None
         if not self._is_compared:
             with torch.no_grad():
                 expected = self._own(self.model, **kwargs).log_probs
         # Of several ranks all compare their first micro-batch, whatever it is, because layers are gathered by all.
         self._is_compared = ranks.count() > 1
-        shape = kwargs["input_ids"].shape
+        shape = _shape_of(kwargs)
         rows = self._rows(kwargs, self._experts, whatever_size=expected is not None)
         if rows is None:
             return self._own(self.model, **kwargs)
@@ -220,15 +251,14 @@ class EngineSharing:
 
         return CausalLMOutputForPPO(log_probs=fields["log_probs"], entropy=fields["entropy"])
 
-    def _rows(self, kwargs: dict[str, Any], experts: np.ndarray | None, *, whatever_size: bool) -> Rows | None:
+    def _rows(self, kwargs: dict[str, object], experts: np.ndarray | None, *, whatever_size: bool) -> Rows | None:
         """The rows of a call, through recorded experts; None for those that are left to verl's own forward.
 
         Raises:
             ConfigError: with recorded experts, which that forward would not take.
         """
-        shape = kwargs["input_ids"].shape
         rows = self._batches.rows(
-            lambda: (rows_of_call(kwargs, experts), shape.numel()),
+            lambda: (rows_of_call(kwargs, experts), _shape_of(kwargs).numel()),
             whatever_size=whatever_size or experts is not None,
         )
         if rows is None and experts is not None:
@@ -240,13 +270,13 @@ class EngineSharing:
         return rows
 
     @torch.no_grad()
-    def _live(self, kwargs: dict[str, Any], fields: Fields, head: VerlHead) -> Fields:
+    def _live(self, kwargs: dict[str, object], fields: Fields, head: VerlHead) -> Fields:
         """The fields of a micro-batch as its routers choose now, which verl's own forward is compared with."""
         if self._experts is None:
             return fields
         rows = self._rows(kwargs, None, whatever_size=True)
         assert rows is not None
-        return fields_in_rows(self._batches.fields(rows, head)[0], rows, kwargs["input_ids"].shape)
+        return fields_in_rows(self._batches.fields(rows, head)[0], rows, _shape_of(kwargs))
 
     def _compare(self, found: torch.Tensor, expected: torch.Tensor, rows: Rows) -> None:
         """Raises `UnsupportedModelError` where the tree's log-probs are not verl's."""
@@ -262,6 +292,12 @@ class EngineSharing:
                 f"{gap.item():.3g} (limit {limit:g}). Leave treewise.integrations.verl out for this model, and please "
                 "report it."
             )
+
+
+def _shape_of(kwargs: Mapping[str, object]) -> torch.Size:
+    token_ids = kwargs["input_ids"]
+    assert isinstance(token_ids, torch.Tensor)
+    return token_ids.shape
 
 
 def share_engine(engine: Any, *, attention: str = "auto", min_ratio: float = 1.1) -> EngineSharing:

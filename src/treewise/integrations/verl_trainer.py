@@ -6,10 +6,14 @@ time on trees (`rows_by_rank`); the rest of the trainer is verl's.
 """
 
 import logging
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from treewise.errors import ConfigError
 from treewise.integrations.verl_batches import rows_by_rank, verl_workload
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("treewise")
 
@@ -31,7 +35,7 @@ def _with_relatives(trainer_class: Any, mode: str) -> Any:
 
     class RelativesTrainer(trainer_class):
         def __init__(self, config: Any) -> None:
-            strategy = config.actor_rollout_ref.actor.strategy
+            strategy: str = config.actor_rollout_ref.actor.strategy
             if strategy not in ("fsdp", "fsdp2"):
                 raise ConfigError(
                     f"trainer.v1.trainer_mode=treewise_{mode} deals rows to the ranks of verl's FSDP engines, and "
@@ -55,22 +59,32 @@ def _with_relatives(trainer_class: Any, mode: str) -> Any:
 
         def _num_mini_batches(self, num_rows: int) -> int:
             """Of one epoch of the actor's update; 1 where the critic alone is warmed up."""
-            rollouts = self.config.actor_rollout_ref.rollout.n
-            size = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * rollouts
+            rollouts: int = self.config.actor_rollout_ref.rollout.n
+            size: int = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * rollouts
             return 1 if num_rows % size else num_rows // size
 
     RelativesTrainer.__name__ = RelativesTrainer.__qualname__ = f"Tree{trainer_class.__name__}"
     return RelativesTrainer
 
 
-def order_by_rank(batch: Any, num_ranks: int, num_mini_batches: int) -> dict[str, float]:
+class MetaBatch(Protocol):
+    """verl's `KVBatchMeta`."""
+
+    keys: Sequence[str]
+    tags: Sequence[Mapping[str, Any]]
+    partition_id: str
+
+    def reorder(self, indices: list[int], /) -> object: ...
+
+
+def order_by_rank(batch: MetaBatch, num_ranks: int, num_mini_batches: int) -> dict[str, float]:
     """Orders a batch of verl's, which it deals to ranks in runs of one length; metrics of the result.
 
     batch: a `KVBatchMeta`, whose token ids are in the transfer queue. Its keys are `{prompt}_{session}_{output}`.
     """
     import transfer_queue
 
-    token_ids = transfer_queue.kv_batch_get(
+    token_ids: torch.Tensor = transfer_queue.kv_batch_get(
         keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids"]
     )["input_ids"]
     groups = [
@@ -79,7 +93,7 @@ def order_by_rank(batch: Any, num_ranks: int, num_mini_batches: int) -> dict[str
     placed = rows_by_rank(
         [each.numpy() for each in token_ids.unbind()], groups, num_ranks, verl_workload, num_mini_batches
     )
-    lengths = [tag["seq_len"] for tag in batch.tags]
+    lengths: list[int] = [tag["seq_len"] for tag in batch.tags]
     loads = [sum(lengths[index] for index in rows) for rows in placed.rows]
     batch.reorder([index for rows in placed.rows for index in rows])
     return {

@@ -215,7 +215,7 @@ def _with_saved_tokens(config: "PreTrainedConfig", adapters: Path) -> "PreTraine
 def _check_sizes(file: Path) -> None:
     """Raises `ConfigError` for sizes of no model: transformers builds one of no layers, or never ends."""
     try:
-        values = json.loads(file.read_bytes())
+        values: dict[str, object] = json.loads(file.read_bytes())
         parts = [values, values.get("text_config") or {}]
     except (OSError, ValueError, RecursionError, AttributeError):  # said by transformers
         return
@@ -233,7 +233,7 @@ def _check_described(folder: Path) -> None:
     files = [folder / name for name in shard_names(folder)] or sorted(folder.glob("*.safetensors"))
     try:
         shapes = [shape for file in files if file.is_file() for shape in shapes_of(file).values()]
-        values = json.loads((folder / "config.json").read_bytes())
+        values: dict[str, object] = json.loads((folder / "config.json").read_bytes())
         parts = [part for part in (values, *values.values()) if isinstance(part, dict)]
     except (OSError, ValueError, RecursionError, AttributeError):  # of a damaged file; said by transformers
         return
@@ -522,7 +522,7 @@ def _quiet() -> Iterator[None]:
     """Without progress bars, and without the table of weights that do not fit, which `_check_weights` reports."""
     from transformers.utils import logging as theirs
 
-    shown, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
+    shown, level = bool(theirs.is_progress_bar_enabled()), int(theirs.get_verbosity())
     theirs.disable_progress_bar()
     theirs.set_verbosity_error()
     try:

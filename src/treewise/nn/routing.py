@@ -194,8 +194,10 @@ class _InTopk(TorchFunctionMode):
         kwargs = kwargs or {}
         if function not in self.FUNCTIONS:
             return function(*args, **kwargs)
-        self._calls.append((tuple(args[0].shape), int(args[1] if len(args) > 1 else kwargs["k"])))
-        return self._choose(args[0], lambda scores: function(scores, *args[1:], **kwargs), self)
+        scores: torch.Tensor = args[0]
+        rest: tuple[object, ...] = args[1:]
+        self._calls.append((tuple(scores.shape), int(args[1] if rest else kwargs["k"])))
+        return self._choose(scores, lambda given: function(given, *rest, **kwargs), self)
 
     def sizes(self) -> RouterSizes:
         """How the router has chosen so far.

@@ -62,7 +62,8 @@ class VocabularyShard:
         own = torch.cat([target, lse, mean])
         of_ranks = list(own.new_empty(self.mesh.size(), len(own)))
         distributed.all_gather(of_ranks, own, group=self.mesh.get_group())
-        targets, lses, means = torch.stack(of_ranks).split([len(target), len(lse), len(mean)], dim=1)
+        parts: tuple[torch.Tensor, ...] = torch.stack(of_ranks).split([len(target), len(lse), len(mean)], dim=1)
+        targets, lses, means = parts
         lse = torch.logsumexp(lses, dim=0)
         if len(mean):
             mean = (torch.exp(lses - lse) * means).sum(0)
@@ -187,7 +188,8 @@ class _SummedParameters:
 
     @torch.compiler.disable
     def __call__(self, *args: object, **kwargs: object) -> object:
-        table, group = vars(self._module)["_parameters"], self._mesh.get_group()
+        table: dict[str, nn.Parameter | torch.Tensor | None] = vars(self._module)["_parameters"]
+        group = self._mesh.get_group()
         own = {name: each for name, each in table.items() if each is not None}
         table.update({name: _SumBackward.apply(each, group) for name, each in own.items()})
         try:

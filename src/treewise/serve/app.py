@@ -37,7 +37,7 @@ from treewise.serve.journal import ERRORS, QueuedRequest, RequestJournal, digest
 from treewise.serve.settings import ServeSettings
 from treewise.serve.store import KINDS, CheckpointName, Store
 from treewise.serve.weights import ServedModel
-from treewise.serve.wire import UNPUBLISHED, named_in, read_call
+from treewise.serve.wire import UNPUBLISHED, named_in, read_head
 from treewise.serve.worker import CALLS, JSON, PATIENCE_SECONDS, QueueFullError, Worker
 from treewise.trainer.run_context import RunLock
 
@@ -311,10 +311,11 @@ class Api(Catalog):
         """A request that names a model and its sequence number. Calls, forward or forward_backward, are in protobuf."""
         kind = request.url.path.rpartition("/")[2]
         if asked is None:
-            call, body = read_call(body_of(request)), body_of(request)
-            kind = "forward" if call.forward_only else kind
-            model: str | None = call.model_id
-            seq: int | None = call.seq_id
+            body = body_of(request)
+            head = read_head(body)
+            kind = "forward" if head.forward_only else kind
+            model: str | None = head.model_id
+            seq: int | None = head.seq_id
         else:
             body, model, seq = asked.model_dump_json().encode(), asked.model_id, asked.seq_id  # with the defaults
         if model is None:

@@ -2,9 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -34,6 +36,9 @@ _DTYPES: dict[int, tuple[Literal["int64", "float32"], type[np.generic]]] = {
     pb.DTYPE_FLOAT32: ("float32", np.float32),
     pb.DTYPE_INT64: ("int64", np.int64),
 }
+_NO_CALL = "the body is no ForwardBackwardRequest of the SDK's protobuf schema."
+_NUMBERS = {each.name: each.number for each in pb.ForwardBackwardRequest.DESCRIPTOR.fields}
+_MODEL_ID, _SEQ_ID, _FORWARD_ONLY = (_NUMBERS[name] for name in ("model_id", "seq_id", "forward_only"))
 _MODEL = re.compile(rb'(?<!\\)"model_id"\s*:\s*"([\w:-]{1,120})"')
 _SEQ = re.compile(rb'(?<!\\)"seq_id"\s*:\s*(\d{1,17})\b')
 _MAX_CELLS = 1 << 24  # of what a request makes the server lay out beyond its own size
@@ -43,30 +48,76 @@ def named_in(body: bytes) -> tuple[str, int] | None:
     """The model and the sequence number that a request is about, as far as its body can be read: also if it is cut,
     is no JSON, or has values that are refused."""
     body = body if len(body) <= 2 * KEPT_ENDS else body[:KEPT_ENDS] + body[-KEPT_ENDS:]
-    if body[:1] == b"\n" and body[1:2] and body[2 + body[1] : 3 + body[1]] == b"\x10":  # a call: its first two fields
-        number = shift = 0
-        for byte in body[3 + body[1] : 13 + body[1]]:
-            number, shift = number | (byte & 127) << shift, shift + 7
-            if byte < 128:
-                return body[2 : 2 + body[1]].decode("utf-8", "replace"), number
+    with suppress(ValueError):  # of JSON
+        (first, name), (second, number) = islice(_fields(body), 2)
+        if (first, second) == (_MODEL_ID, _SEQ_ID) and isinstance(name, memoryview) and isinstance(number, int):
+            return bytes(name).decode("utf-8", "replace"), number
     model, seq = _MODEL.search(body), _SEQ.search(body)
     return (model[1].decode(), int(seq[1])) if model and seq else None
 
 
-def read_call(body: bytes) -> pb.ForwardBackwardRequest:
-    """A request for forward (`forward_only`) or forward_backward in protobuf. Raises `DataError` where it is
-    none."""
-    message = pb.ForwardBackwardRequest()
+class CallHead(NamedTuple):
+    """What a call is about."""
+
+    model_id: str
+    seq_id: int
+    forward_only: bool
+
+
+def read_head(body: bytes) -> CallHead:
+    """Of a request for forward (`forward_only`) or forward_backward in protobuf, whose data stay unread until they are
+    computed. Raises `DataError` where it is none."""
+    found: dict[int, int | memoryview | bytes] = dict(_fields(body))
+    name, number, forward_only = found.get(_MODEL_ID, b""), found.get(_SEQ_ID, 0), found.get(_FORWARD_ONLY, 0)
+    if isinstance(name, int) or not isinstance(number, int):
+        raise DataError(_NO_CALL)
     try:
-        message.ParseFromString(body)
-    except DecodeError:
-        raise DataError("the body is no ForwardBackwardRequest of the SDK's protobuf schema.") from None
-    return message
+        return CallHead(bytes(name).decode(), number, bool(forward_only))
+    except UnicodeDecodeError:
+        raise DataError(_NO_CALL) from None
+
+
+def _fields(body: bytes) -> Iterator[tuple[int, int | memoryview]]:
+    """Number and value of each field of a message, one after the other, without what is in them. Parsed whole, by the
+    library as a message without fields, this would take as long as the data do.
+
+    Raises:
+        DataError: they do not follow one another, at the first that does not.
+    """
+    view, at = memoryview(body), 0
+    while at < len(view):
+        tag, at = _varint(view, at)
+        kind, size = tag & 7, {1: 8, 5: 4}.get(tag & 7, 0)
+        if kind in (0, 2):
+            size, at = _varint(view, at)
+        elif not size:
+            raise DataError(_NO_CALL)
+        if kind == 0:
+            yield tag >> 3, size
+        elif at + size > len(view):
+            raise DataError(_NO_CALL)
+        else:
+            yield tag >> 3, view[at : at + size]
+            at += size
+
+
+def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    """An integer of 7 bits a byte, the lowest first, and where it ends."""
+    number = 0
+    for place, byte in enumerate(view[at : at + 10]):
+        number |= (byte & 127) << 7 * place
+        if byte < 128:
+            return number, at + place + 1
+    raise DataError(_NO_CALL)
 
 
 def read_rows(body: bytes, model: ServedModel) -> list[LossRow]:
     """The data of a call. Raises `DataError`, naming the datum."""
-    message, stand_in = read_call(body), model.settings.stable_reinforce
+    message, stand_in = pb.ForwardBackwardRequest(), model.settings.stable_reinforce
+    try:
+        message.ParseFromString(body)
+    except DecodeError:
+        raise DataError(_NO_CALL) from None
     if any(len(UnknownFieldSet(part)) for part in (message, *message.data)):
         raise DataError("the request has fields that this server does not know; its SDK is newer.")
     loss = stand_in if message.loss_fn == "stable_reinforce" and stand_in != "refused" else message.loss_fn

@@ -62,6 +62,9 @@ from treewise.trainer.survey import DataFacts, survey
 from treewise.tree.forest import Forest, forest_of
 
 if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from transformers import TrainerControl
+
     from treewise.trainer.saved_model import Reader
 
 logger = logging.getLogger("treewise")
@@ -101,6 +104,10 @@ class TreeTrainer(Trainer):
 
     args: TreeTrainingArguments
     model: Any  # None after a trial of hyperparameter_search
+    state: TrainerState
+    control: "TrainerControl"
+    optimizer: "AcceleratedOptimizer"
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler
     model_files: Sequence[str] = ()
     uploaded: Any = None
     readers: "Sequence[Reader]" = ()
@@ -365,7 +372,7 @@ class TreeTrainer(Trainer):
             with self._signals.computing():
                 own_loss, own_denominator = self.runner.evaluate_batch(forests, objective)
             loss, denominator = loss + own_loss, denominator + own_denominator
-            self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         loss, denominator = self.runner.sum_over_batches(loss, denominator)
         return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": loss / denominator}, dataloader.num_trees)
 
@@ -438,7 +445,7 @@ class TreeTrainer(Trainer):
 
     @override
     def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint)
+        best = Path(self.state.best_model_checkpoint or "")
         ranks.on_first_rank(lambda: read_manifest(best))
         features.saved_weights.load_weights(self.model, best)
 

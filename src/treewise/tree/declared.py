@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from treewise.base import features
+from treewise.base.arrays import Bools, Ints
 from treewise.base.lazy_sequence import LazySequence
 from treewise.errors import ConfigError, DataError
 from treewise.tree import checks, forest
@@ -174,9 +175,10 @@ def lay_out_nodes(
         spans = [each for each, is_its in zip(spans, is_kept, strict=True) if is_its]
     offsets = np.cumsum(lengths) - lengths
     segments = chain_nodes(parent, lengths, end_nodes, offsets)
-    ids = flat_ids.astype(np.int32)[segments.token_source]
+    tree_ids = flat_ids.astype(np.int32)[segments.token_source]
     tree_streams = {name: value[segments.token_source] for name, value in values.items()}
-    return DeclaredTree(segments, ids, tree_streams, declared_ends, _on_tree(spans, offsets, segments.token_source))
+    on_tree = _on_tree(spans, offsets, segments.token_source)
+    return DeclaredTree(segments, tree_ids, tree_streams, declared_ends, on_tree)
 
 
 def _spread_over_nodes(
@@ -196,7 +198,8 @@ def chain_nodes(parents: np.ndarray, lengths: np.ndarray, ends: np.ndarray, offs
     parents: [n] index of the parent node or -1. lengths: [n] tokens per node, at least 1. ends: [N] the nodes at which
     trajectories end. offsets: [n] where each node's tokens begin in the flat ids.
     """
-    above, own = parents.tolist(), lengths.tolist()
+    above: list[int] = parents.tolist()
+    own: list[int] = lengths.tolist()
     size = list(own)  # of whole subtrees
     for node in range(len(above) - 1, -1, -1):
         if above[node] >= 0:
@@ -310,19 +313,19 @@ def _end_nodes(parent: np.ndarray, ends: Sequence[bool] | None, location: str) -
 
 
 def _merge_equal_siblings(
-    parent: np.ndarray,
+    parent: Ints,
     flat_ids: np.ndarray,
-    lengths: np.ndarray,
-    end_nodes: np.ndarray,
+    lengths: Ints,
+    end_nodes: Ints,
     values: dict[str, np.ndarray],
     images: Sequence[Sequence[ImageSpan]],
     location: str,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Ints, Ints, Bools]:
     """New parents of the kept nodes, new end nodes, and which nodes are kept; merged nodes must agree in streams."""
-    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    bounds: list[int] = np.concatenate([[0], np.cumsum(lengths)]).tolist()
     seen: dict[Hashable, int] = {}
     canonical = np.empty(len(parent), dtype=np.int64)
-    above = parent.tolist()
+    above: list[int] = parent.tolist()
     for node in range(len(parent)):
         low, high = bounds[node], bounds[node + 1]
         up = int(canonical[above[node]]) if above[node] >= 0 else -1
@@ -368,7 +371,7 @@ def _on_tree(
         return ()
     position = np.empty(len(token_source), dtype=np.int64)
     position[token_source] = np.arange(len(token_source))
-    first = position[offsets].tolist()
+    first: list[int] = position[offsets].tolist()
     spans = [
         replace(image, start=start + image.start, end=start + image.end)
         for start, each in zip(first, images, strict=True)

@@ -17,8 +17,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from treewise.base.arrays import Ints
 
-def concatenated_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+
+def concatenated_ranges(starts: Ints, lengths: Ints) -> Ints:
     """[sum of lengths] of the dtype of `starts`: `starts[i] .. starts[i] + lengths[i]`, one range after the other."""
     shifts = (starts - (np.cumsum(lengths) - lengths)).astype(starts.dtype)
     return np.repeat(shifts, lengths) + np.arange(int(lengths.sum()), dtype=starts.dtype)
@@ -38,26 +40,26 @@ class Segments:
     num_tokens: T.
     """
 
-    start: np.ndarray
-    parent: np.ndarray
-    depth: np.ndarray
-    subtree_end: np.ndarray
-    end_segment: np.ndarray
-    source: np.ndarray
+    start: Ints
+    parent: Ints
+    depth: Ints
+    subtree_end: Ints
+    end_segment: Ints
+    source: Ints
     num_tokens: int
 
     @property
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> Ints:
         """[S] tokens of each: the distance to the next start, or to the end."""
         return np.diff(self.start, append=self.num_tokens)
 
     @property
-    def path_lengths(self) -> np.ndarray:
+    def path_lengths(self) -> Ints:
         """[N] int64, tokens of each trajectory."""
         return self.depth[self.end_segment] + self.lengths[self.end_segment]
 
     @property
-    def token_source(self) -> np.ndarray:
+    def token_source(self) -> Ints:
         """[T] int64, index of each tree token in what the segments were laid out from."""
         return concatenated_ranges(self.source, self.lengths)
 
@@ -67,7 +69,7 @@ class Segments:
         num_tokens = np.cumsum([0, *(part.num_tokens for part in parts)])
         num_segments = np.cumsum([0, *(len(part.start) for part in parts)])
 
-        def joined(name: str, shifts: np.ndarray) -> np.ndarray:
+        def joined(name: str, shifts: Ints) -> Ints:
             return np.concatenate([getattr(part, name) + shift for part, shift in zip(parts, shifts[:-1], strict=True)])
 
         start = joined("start", num_tokens)
@@ -83,17 +85,19 @@ class Segments:
         )
 
 
-def in_order(flat_ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def in_order(flat_ids: Ints, offsets: Ints) -> tuple[Ints, Ints]:
     """The order of N sequences by their tokens ([N]), and what each shares with the one before it in that order ([N]).
 
     flat_ids and offsets: see `merge_sequences`.
     """
     # Big-endian bytes compare as the non-negative integers do, so memcmp does the work.
     blob = memoryview(flat_ids.astype(">i4").tobytes())
-    keys = [bytes(blob[low:high]) for low, high in pairwise((offsets * 4).tolist())]
+    bounds: list[int] = (offsets * 4).tolist()
+    keys = [bytes(blob[low:high]) for low, high in pairwise(bounds)]
     order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
     shared = np.zeros(len(order), dtype=np.int64)
-    starts, lengths = offsets[:-1][order].tolist(), np.diff(offsets)[order]
+    starts: list[int] = offsets[:-1][order].tolist()
+    lengths: Ints = np.diff(offsets)[order]
     for row, limit in enumerate(np.minimum(lengths[:-1], lengths[1:]).tolist(), start=1):
         if not limit:
             continue
@@ -104,20 +108,21 @@ def in_order(flat_ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.
     return order, shared
 
 
-def common_prefix(one: np.ndarray, two: np.ndarray) -> int:
+def common_prefix(one: Ints, two: Ints) -> int:
     """Tokens with which both begin."""
     length = min(len(one), len(two))
     differs = np.flatnonzero(one[:length] != two[:length])
     return int(differs[0]) if len(differs) else length
 
 
-def merge_sequences(flat_ids: np.ndarray, offsets: np.ndarray) -> Segments:
+def merge_sequences(flat_ids: Ints, offsets: Ints) -> Segments:
     """Merges the shared prefixes of N sequences, token by token.
 
     flat_ids: [F] int32, the sequences one after the other. offsets: [N + 1] where each begins.
     """
     order, lcp = in_order(flat_ids, offsets)
-    begins, lengths = offsets[:-1][order], np.diff(offsets)[order]
+    begins: Ints = offsets[:-1][order]
+    lengths: Ints = np.diff(offsets)[order]
     num_new = lengths - lcp
     run_start = np.concatenate([[0], np.cumsum(num_new)])
     num_tokens = int(run_start[-1])
@@ -140,7 +145,7 @@ def merge_sequences(flat_ids: np.ndarray, offsets: np.ndarray) -> Segments:
     return heavy_first(start, parent, depth, end_segment, source, num_tokens)
 
 
-def restrict(segments: Segments, trajectory_index: np.ndarray) -> Segments:
+def restrict(segments: Segments, trajectory_index: Ints) -> Segments:
     """The segments on the paths of some trajectories ([n] int64, indices into `end_segment`), laid out anew.
 
     `token_source` is the tree position that each token had before.
@@ -162,11 +167,12 @@ def restrict(segments: Segments, trajectory_index: np.ndarray) -> Segments:
     )
 
 
-def path_index(segments: Segments) -> np.ndarray:
+def path_index(segments: Segments) -> Ints:
     """[F] int64, tree positions of every trajectory, one after the other."""
     length = segments.lengths
     level = [0] * len(segments.parent)  # segments above each; parents come first
-    for row, above in enumerate(segments.parent.tolist()):
+    parents: list[int] = segments.parent.tolist()
+    for row, above in enumerate(parents):
         if above >= 0:
             level[row] = level[above] + 1
     num_links = np.array(level, dtype=np.int64)[segments.end_segment] + 1
@@ -181,7 +187,7 @@ def path_index(segments: Segments) -> np.ndarray:
     return concatenated_ranges(segments.start[chain], length[chain])
 
 
-def path_to(segments: Segments, segment: int) -> np.ndarray:
+def path_to(segments: Segments, segment: int) -> Ints:
     """Tree positions of the path from the root to the last token of one segment."""
     chain = []
     while segment >= 0:
@@ -192,7 +198,7 @@ def path_to(segments: Segments, segment: int) -> np.ndarray:
     return concatenated_ranges(segments.start[links], ends[links + 1] - segments.start[links])
 
 
-def _neighbours(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _neighbours(values: Ints) -> tuple[Ints, Ints]:
     """For each row the nearest earlier row with a smaller value (itself where there is none), and the nearest later row
     whose value is at most as large (the number of rows where there is none).
     """
@@ -209,11 +215,11 @@ def _neighbours(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def heavy_first(
-    start: np.ndarray,
-    parent: np.ndarray,
-    depth: np.ndarray,
-    end_segment: np.ndarray,
-    source: np.ndarray,
+    start: Ints,
+    parent: Ints,
+    depth: Ints,
+    end_segment: Ints,
+    source: Ints,
     num_tokens: int,
 ) -> Segments:
     """Moves the heaviest child of every segment in front of its siblings, and fills in the subtree ends.

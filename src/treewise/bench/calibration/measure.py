@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -76,6 +76,7 @@ USUAL = {"cuda": (torch.bfloat16, "qwen3-1.7b", "full"), "cpu": (torch.float32, 
 PARTS = {"launches": 0.1, "moved": 0.2, "copies": 0.25, "products": 0.6, "attention": 1.0}
 
 Say = Callable[[str], object]
+Case = TypeVar("Case")
 
 
 def attention_size(attention: str, mask: TreeMask) -> tuple[float, float]:
@@ -278,7 +279,7 @@ class _Parts:
     def _sets(self, num_values: int) -> int:
         return max(1, min(16, CACHE_BYTES // (num_values * self.dtype.itemsize)))
 
-    def _in_time(self, part: str, cases: Sequence[Any]) -> Iterator[Any]:
+    def _in_time(self, part: str, cases: Sequence[Case]) -> Iterator[Case]:
         """Cases until the deadline, one at least; the rest is noted."""
         for number, case in enumerate(cases):
             if number and time.perf_counter() > self.deadline:

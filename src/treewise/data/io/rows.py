@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import tempfile
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import treewise
+from treewise.base.arrays import Ints
 from treewise.base.durable import moved_into_place
 from treewise.base.paths import path_of
 from treewise.errors import DataError
@@ -238,13 +240,14 @@ def first_id_outside(table: pa.Table, vocab_size: int) -> tuple[int, int, int] |
     """(row, position in its trajectory, token id) of the first id that is not in the vocabulary."""
     start = 0
     for chunk in _lists(table.column("token_ids")):
-        ids = chunk.flatten().to_numpy(zero_copy_only=False)
+        ids: Ints = chunk.flatten().to_numpy(zero_copy_only=False)
         bad = np.flatnonzero(ids >= vocab_size)
         if len(bad):
-            offsets = np.asarray(chunk.offsets)
-            row = int(np.searchsorted(offsets - offsets[0], bad[0], side="right")) - 1
-            position = int(bad[0] - (offsets[row] - offsets[0])) + table.column("shared")[start + row].as_py()
-            return start + row, position, int(ids[bad[0]])
+            first = int(bad[0])
+            offsets: list[int] = (np.asarray(chunk.offsets) - int(chunk.offsets[0].as_py())).tolist()
+            row = bisect_right(offsets, first) - 1
+            shared: int = table.column("shared")[start + row].as_py()
+            return start + row, first - offsets[row] + shared, int(ids[first])
         start += len(chunk)
     return None
 
@@ -299,8 +302,10 @@ def cache_key(settings: Iterable[str], files: Iterable[Path]) -> str:
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Hash of a tokenizer: its rules, added tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    added = sorted((i, str(t)) for i, t in tokenizer.added_tokens_decoder.items())
+    vocabulary: dict[str, int] = tokenizer.get_vocab() if backend is None else {}
+    rules: str = json.dumps(sorted(vocabulary.items())) if backend is None else backend.to_str()
+    decoder: dict[int, object] = tokenizer.added_tokens_decoder
+    added = sorted((i, str(t)) for i, t in decoder.items())
     rest = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map, added]
     return hashlib.sha256((rules + json.dumps(rest, default=str, sort_keys=True)).encode()).hexdigest()
 

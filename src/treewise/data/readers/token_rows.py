@@ -109,15 +109,16 @@ def unlikely_logprobs(row: Row, location: str) -> list[str]:
 def doubled_tokens(row: Row, tokenizer: Any) -> list[str]:
     """What a row holds twice where a model is given or samples it once; it is trained as it is."""
     found, ids = [], row.token_ids
-    begin, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id"))
-    if begin is not None and begin != end and len(ids) > 1 and (ids[:2] == begin).all():
+    begin: int | None = getattr(tokenizer, "bos_token_id", None)
+    end: int | None = getattr(tokenizer, "eos_token_id", None)
+    if begin is not None and begin != end and ids[:2].tolist() == [begin, begin]:
         found.append("rows of token ids begin with two begin tokens; they are trained as they are")
     weights = row.streams.get("loss_weights")
     if weights is None:
         weights = np.zeros(len(ids))
         for start, stop in zip(row.spans[::2], row.spans[1::2], strict=True):
             weights[start:stop] = 1
-    if end is not None and len(ids) > 1 and (ids[-2:] == end).all() and (weights[-2:] != 0).all():
+    if end is not None and ids[-2:].tolist() == [end, end] and np.count_nonzero(weights[-2:]) == 2:
         found.append("rows of token ids train two end tokens in a row; they are trained as they are")
     return found
 

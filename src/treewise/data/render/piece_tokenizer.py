@@ -122,10 +122,12 @@ class Encoder:
             )
         context, ids = self._behind(self._contexts(before), text)
         found = self.tokenizer(context + text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        if not np.array_equal(found["input_ids"][len(found["input_ids"]) - len(ids) :], ids):
+        all_ids: list[int] = found["input_ids"]
+        offsets: list[tuple[int, int]] = found["offset_mapping"]
+        if not np.array_equal(all_ids[len(all_ids) - len(ids) :], ids):
             raise DataError(f"the tokens of {text[:40]!r} cannot be found again in the text.")
         is_trained = np.zeros(len(ids), dtype=bool)
-        for index, (start, end) in enumerate(found["offset_mapping"][len(found["input_ids"]) - len(ids) :]):
+        for index, (start, end) in enumerate(offsets[len(all_ids) - len(ids) :]):
             low, high = max(0, start - len(context)), max(0, end - len(context))
             word = text[low:high].strip()
             if word:
@@ -167,8 +169,8 @@ class Encoder:
 
     @cached_property
     def _begin(self) -> np.ndarray:
-        bos = getattr(self.tokenizer, "bos_token_id", None)
-        ids = self.tokenizer("a")["input_ids"]
+        bos: int | None = getattr(self.tokenizer, "bos_token_id", None)
+        ids: list[int] = self.tokenizer("a")["input_ids"]
         return np.array([bos] if bos is not None and ids and ids[0] == bos else [], dtype=np.int32)
 
     def _pieces(self, text: str) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from treewise.base.arrays import Bools, Floats, Ints
 from treewise.distributed.placement.cost_model import CostModel
 from treewise.planning.partition import FORWARD_FRACTION, PAIR_FORWARD_FRACTION, Trunk, cut_trunks
 from treewise.tree.forest import Forest
@@ -35,24 +36,24 @@ class Leaves:
     inside a tree belongs to the first leaf below its end. seconds_per_unit: seconds of one unit of cost.
     """
 
-    new: np.ndarray
-    above: np.ndarray
-    dip: np.ndarray
-    before: np.ndarray
-    tree: np.ndarray
-    of_trajectory: np.ndarray
+    new: Ints
+    above: Ints
+    dip: Ints
+    before: Ints
+    tree: Ints
+    of_trajectory: Ints
     seconds_per_unit: float
 
     @property
-    def path_cost(self) -> np.ndarray:
+    def path_cost(self) -> Ints:
         """[L] int64, cost of each leaf alone, its whole path."""
         return self.above + self.new
 
-    def starts_tree(self) -> np.ndarray:
+    def starts_tree(self) -> Bools:
         """[L] bool, the first leaf of each tree."""
         return np.diff(self.tree, prepend=-1) > 0
 
-    def joined(self, may_cut: np.ndarray) -> "Leaves":
+    def joined(self, may_cut: Bools) -> "Leaves":
         """Joins each leaf before which no cut is allowed to the leaf before it.
 
         may_cut: [L] bool, True for the first leaf. Joined trees become one; across their border no path is common.
@@ -86,14 +87,14 @@ class StepCosts:
     """
 
     segments: Segments
-    once: np.ndarray
-    recompute: np.ndarray
-    num_open: np.ndarray
+    once: Ints
+    recompute: Ints
+    num_open: Ints
     seconds_per_unit: float
     cost: CostModel
     max_tokens: int | None
 
-    def leaves(self, units: np.ndarray | None = None) -> Leaves:
+    def leaves(self, units: Ints | None = None) -> Leaves:
         """The leaves. units: [S] int64 costs of the segments; None: as if every tree is whole."""
         segments, units = self.segments, self.once + self.recompute if units is None else units
         end = np.append(segments.start[1:], segments.num_tokens)
@@ -114,12 +115,12 @@ class StepCosts:
             seconds_per_unit=self.seconds_per_unit,
         )
 
-    def open_part(self, part: Segments) -> tuple[np.ndarray, np.ndarray]:
+    def open_part(self, part: Segments) -> tuple[Ints, Ints]:
         """([S of the part] int64 each) extra cost of the open tokens of a part of a tree, and their number."""
         seconds, num_open = _open_seconds(part, self.cost, self.max_tokens)
         return np.round(seconds / self.seconds_per_unit).astype(np.int64), num_open
 
-    def units_of_second_forward(self, length: np.ndarray, depth: np.ndarray) -> np.ndarray:
+    def units_of_second_forward(self, length: Ints, depth: Ints) -> Ints:
         """[S] int64, cost units of a recomputed forward of the first `length` tokens ([S]) from `depth` ([S]), rounded
         down.
         """
@@ -140,7 +141,7 @@ def costs_of(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: i
     return StepCosts(segments, units, recompute_units, num_open, 1 / scale, cost, max_tokens)
 
 
-def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray) -> Segments:
+def slice_of(segments: Segments, first: int, stop: int, trajectories: Ints) -> Segments:
     """One tree of a forest: segments `first` to `stop`, and these of its trajectories ([n] int64 indices)."""
     shift, parent = segments.start[first], segments.parent[first:stop]
     return Segments(
@@ -154,7 +155,7 @@ def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray
     )
 
 
-def _open_seconds(segments: Segments, cost: CostModel, max_tokens: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _open_seconds(segments: Segments, cost: CostModel, max_tokens: int | None) -> tuple[Floats, Ints]:
     """[S] float64, extra cost of the open tokens of each segment; [S] int64, their number."""
     trunks = [] if max_tokens is None else cut_trunks(segments, max_tokens, "auto")
     if not trunks:
@@ -168,18 +169,18 @@ def _open_seconds(segments: Segments, cost: CostModel, max_tokens: int | None) -
     return seconds + _second_forward(twice, segments.depth, cost), num_open
 
 
-def _second_forward(length: np.ndarray, depth: np.ndarray, cost: CostModel) -> np.ndarray:
+def _second_forward(length: Ints, depth: Ints, cost: CostModel) -> Floats:
     """Seconds of a forward of the first `length` tokens of segments that begin at `depth`."""
     pairs = PAIR_FORWARD_FRACTION * cost.seconds_per_pair * _pairs(depth, length)
     return FORWARD_FRACTION * cost.seconds_per_token * length + pairs
 
 
-def _pairs(depth: np.ndarray, length: np.ndarray) -> np.ndarray:
+def _pairs(depth: Ints, length: Ints) -> Ints:
     """Attention pairs of the first `length` tokens of segments that begin at `depth`."""
     return length * depth + length * (length + 1) // 2
 
 
-def _covered(segments: Segments, trunks: Sequence[tuple[Trunk, float]]) -> np.ndarray:
+def _covered(segments: Segments, trunks: Sequence[tuple[Trunk, float]]) -> Floats:
     """[S] float64, the total weight of each segment's tokens in trunks, which are its first ones.
 
     trunks: each with the weight of one of its tokens.

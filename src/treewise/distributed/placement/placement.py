@@ -11,6 +11,7 @@ from itertools import product
 
 import numpy as np
 
+from treewise.base.arrays import Bools, Floats, Ints
 from treewise.distributed.placement.cost_model import CostModel, work_of
 from treewise.distributed.placement.leaf_costs import Leaves, StepCosts, costs_of, slice_of
 from treewise.distributed.placement.search import (
@@ -37,8 +38,9 @@ def least_load(step: StepCosts, leaves: Leaves, num_ranks: int) -> int:
     alone = restrict(step.segments, np.flatnonzero(leaves.of_trajectory == int(leaves.path_cost.argmax())))
     most = int(step.once[np.searchsorted(step.segments.start, alone.source)].sum())
     if step.max_tokens is not None:
-        length, above = alone.lengths, alone.parent.tolist()
-        deepest = (alone.depth + length).tolist()
+        length = alone.lengths
+        above: list[int] = alone.parent.tolist()
+        deepest: list[int] = (alone.depth + length).tolist()
         for segment in range(len(above) - 1, 0, -1):
             if above[segment] >= 0:
                 deepest[above[segment]] = max(deepest[above[segment]], deepest[segment])
@@ -54,11 +56,11 @@ def least_load(step: StepCosts, leaves: Leaves, num_ranks: int) -> int:
 class PartCosts:
     """loads: [R] int64, cost of each rank. recompute: [S] int64, extra cost of open tokens, the mean over parts."""
 
-    loads: np.ndarray
-    recompute: np.ndarray
+    loads: Ints
+    recompute: Ints
 
 
-def part_costs(step: StepCosts, rank_N: np.ndarray, num_ranks: int) -> PartCosts:
+def part_costs(step: StepCosts, rank_N: Ints, num_ranks: int) -> PartCosts:
     """Costs of a placement, with every part of a tree planned by itself.
 
     rank_N: [N] int64, the rank of each trajectory.
@@ -97,7 +99,7 @@ def part_costs(step: StepCosts, rank_N: np.ndarray, num_ranks: int) -> PartCosts
     return PartCosts(loads + launches_R, recompute)
 
 
-def _loads(step: StepCosts, units: np.ndarray, rank_N: np.ndarray, num_ranks: int) -> np.ndarray:
+def _loads(step: StepCosts, units: Ints, rank_N: Ints, num_ranks: int) -> Ints:
     leaves = step.leaves(units)
     owners = np.empty(len(leaves.new), dtype=np.int64)
     owners[leaves.of_trajectory] = rank_N
@@ -112,7 +114,7 @@ MAX_PLANS = 400
 LeafSet = frozenset[int]
 
 
-def refine(step: StepCosts, leaf_N: np.ndarray, owners: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+def refine(step: StepCosts, leaf_N: Ints, owners: Ints, num_ranks: int) -> tuple[Ints, Ints]:
     """The rank of each leaf ([L] int64) after the search, and the costs of the ranks' plans ([ranks] int64), in units.
 
     leaf_N: [N] int64, the leaf of each trajectory. owners: [L] int64, where the search starts.
@@ -168,8 +170,8 @@ class Placement:
     bound_seconds: a lower bound of the slowest rank's time in any placement (`least_load`).
     """
 
-    rank_of_trajectory: np.ndarray
-    seconds: np.ndarray
+    rank_of_trajectory: Ints
+    seconds: Floats
     bound_seconds: float
 
     @property
@@ -232,9 +234,7 @@ def assign_ranks(
     )
 
 
-def _assign(
-    step: StepCosts, may_cut: np.ndarray, num_ranks: int, bound: int, in_equal_number: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def _assign(step: StepCosts, may_cut: Bools, num_ranks: int, bound: int, in_equal_number: bool) -> tuple[Ints, Ints]:
     """[N] int64, the rank of each trajectory, and [ranks] int64, the cost of each rank in units."""
     leaves, at_most = step.leaves().joined(may_cut), bound + int(bound * GOOD_ENOUGH)
     if num_ranks == 1:
@@ -260,7 +260,7 @@ def _assign(
     return best[leaves.of_trajectory], loads
 
 
-def _in_equal_number(counted: Leaves, num_ranks: int) -> np.ndarray:
+def _in_equal_number(counted: Leaves, num_ranks: int) -> Ints:
     """[L] int64, owners to start from: whole trees where that makes equal numbers, or runs of equal numbers."""
     number = np.bincount(counted.of_trajectory, minlength=len(counted.new))
     owners = longest_first(counted, num_ranks)
@@ -270,7 +270,7 @@ def _in_equal_number(counted: Leaves, num_ranks: int) -> np.ndarray:
     return before * num_ranks // len(counted.of_trajectory)
 
 
-def _between_rollouts(shapes: Sequence[Forest | Segments], leaves: Leaves) -> np.ndarray:
+def _between_rollouts(shapes: Sequence[Forest | Segments], leaves: Leaves) -> Bools:
     """[L] bool, the leaves before which no rollout has begun and not ended."""
     rollout, num_rollouts = [], 0
     for shape in shapes:

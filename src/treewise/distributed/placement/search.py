@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from treewise.base.arrays import Ints
 from treewise.distributed.placement.leaf_costs import Leaves
 
 # The search ends this close to the lower bound, below what can be measured. Shuffles end where ranks are this even.
@@ -26,7 +27,7 @@ MAX_SECTIONS = 128  # of the slowest rank, that an exchange is tried with
 MAX_MOVES, MAX_SHUFFLES, MAX_FAILURES, NUM_SHUFFLED_LEAVES = 5_000, 500, 150, 200_000
 
 
-def best_owners(leaves: Leaves, extra_load: np.ndarray, at_most: int, start: np.ndarray | None = None) -> np.ndarray:
+def best_owners(leaves: Leaves, extra_load: Ints, at_most: int, start: Ints | None = None) -> Ints:
     """[L] int64, the rank of each leaf; minimises the cost of the slowest rank.
 
     extra_load: [ranks] int64, cost of each rank that its leaves do not contain. at_most: a cost that is good enough.
@@ -39,7 +40,7 @@ def best_owners(leaves: Leaves, extra_load: np.ndarray, at_most: int, start: np.
     starts = [longest_first(leaves, num_ranks, capacity) for capacity in capacities] if start is None else [start]
     moves_left = MAX_MOVES
 
-    def improved(owners: np.ndarray) -> tuple[tuple[int, int], np.ndarray, np.ndarray]:
+    def improved(owners: Ints) -> tuple[tuple[int, int], Ints, Ints]:
         """Slowest rank and the number of ranks within 0.1 % of it, because one of several slow ranks made faster is
         progress; owners; loads.
         """
@@ -66,7 +67,7 @@ def best_owners(leaves: Leaves, extra_load: np.ndarray, at_most: int, start: np.
     return best[1]
 
 
-def longest_first(leaves: Leaves, num_ranks: int, capacity: int | None = None) -> np.ndarray:
+def longest_first(leaves: Leaves, num_ranks: int, capacity: int | None = None) -> Ints:
     """[L] int64, the rank of each leaf: trees, the most expensive first, each to the least loaded rank.
 
     capacity: where a tree does not fit, the beginning of it that does goes there, and the rest on to the next rank; at
@@ -92,7 +93,7 @@ def longest_first(leaves: Leaves, num_ranks: int, capacity: int | None = None) -
     return owners
 
 
-def _shuffled(leaves: Leaves, owners: np.ndarray, loads: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _shuffled(leaves: Leaves, owners: Ints, loads: Ints, rng: np.random.Generator) -> Ints:
     """Owners where the runs of the slowest rank and up to two others are dealt out again at random."""
     chosen = np.unique(np.append(rng.integers(0, len(loads), 2), int(loads.argmax())))
     shuffled = owners.copy()
@@ -103,19 +104,19 @@ def _shuffled(leaves: Leaves, owners: np.ndarray, loads: np.ndarray, rng: np.ran
     return shuffled
 
 
-def is_even(loads: np.ndarray) -> bool:
+def is_even(loads: Ints) -> bool:
     """Whether the slowest rank is hardly above the mean. loads: [ranks] int64."""
     return int(loads.max()) * len(loads) <= int(loads.sum() * (1 + EVEN_ENOUGH))
 
 
-def _runs_of(leaves: Leaves, owners: np.ndarray) -> list[tuple[int, int, int]]:
+def _runs_of(leaves: Leaves, owners: Ints) -> list[tuple[int, int, int]]:
     """Rank, begin and end of each run."""
     begins = np.flatnonzero(np.append(True, (np.diff(owners) != 0) | (np.diff(leaves.tree) != 0)))
     ends = np.append(begins[1:], len(owners))
     return list(zip(owners[begins].tolist(), begins.tolist(), ends.tolist(), strict=True))
 
 
-def loads_of(leaves: Leaves, owners: np.ndarray, num_ranks: int) -> np.ndarray:
+def loads_of(leaves: Leaves, owners: Ints, num_ranks: int) -> Ints:
     """[ranks] int64, the cost of each rank: the union of its leaves' paths. owners: [L] int64."""
     order = np.lexsort((leaves.tree, owners))  # stable, so leaves of one rank and tree stay in order
     rank, tree = owners[order], leaves.tree[order]
@@ -147,16 +148,16 @@ class _Sections(NamedTuple):
     """Runs that a rank may give away, [n] int64 each: begin and end; loss: what the rank saves; gain: what another rank
     computes more."""
 
-    begin: np.ndarray
-    end: np.ndarray
-    loss: np.ndarray
-    gain: np.ndarray
+    begin: Ints
+    end: Ints
+    loss: Ints
+    gain: Ints
 
 
 class _Search:
     """Runs per rank, their loads, and the owner of each leaf; two runs of a rank never touch within a tree."""
 
-    def __init__(self, leaves: Leaves, owners: np.ndarray, extra_load: np.ndarray) -> None:
+    def __init__(self, leaves: Leaves, owners: Ints, extra_load: Ints) -> None:
         self.extra_load, self.owners = extra_load, owners.copy()
         self.above, self.before, self.tree = leaves.above, leaves.before, leaves.tree
         self.runs: list[list[tuple[int, int]]] = [[] for _ in extra_load]
@@ -187,13 +188,13 @@ class _Search:
 
     def _sections(self, rank: int) -> _Sections:
         """All runs of a rank, and all beginnings and ends of them."""
-        begins, ends = [], []
+        begins, ends = list[Ints](), list[Ints]()
         for begin, end in self.runs[rank]:
             inner = np.arange(begin + 1, end)
             begins += [np.array([begin]), inner, np.full(len(inner), begin)]
             ends += [np.array([end]), np.full(len(inner), end), inner]
         first, last = np.concatenate(begins), np.concatenate(ends)
-        runs = np.array(self.runs[rank])
+        runs: Ints = np.array(self.runs[rank])
         run = runs[np.searchsorted(runs[:, 0], first, side="right") - 1]
         gain = self.above[first] + self.before[last] - self.before[first]
         # Without its end a run saves the new tokens only; without its beginning the rest recomputes the path above it.
@@ -221,7 +222,7 @@ class _Search:
 
     def _transfer(self, rank: int, partner: int, sections: _Sections) -> _Move:
         """The best of some sections for one partner."""
-        after = np.maximum(self.loads[rank] - sections.loss, self.loads[partner] + sections.gain)
+        after: Ints = np.maximum(self.loads[rank] - sections.loss, self.loads[partner] + sections.gain)
         best = int(after.argmin())
         return _Move(int(after[best]), (int(sections.begin[best]), int(sections.end[best])), partner)
 
@@ -231,15 +232,16 @@ class _Search:
         if len(begin) > MAX_SECTIONS:
             chosen = np.argsort(-loss, kind="stable")[np.linspace(0, len(begin) - 1, MAX_SECTIONS).astype(np.int64)]
             begin, end, loss, gain = begin[chosen], end[chosen], loss[chosen], gain[chosen]
-        partners = np.argsort(self.loads, kind="stable")[:NUM_PARTNERS].tolist()
+        partners: list[int] = np.argsort(self.loads, kind="stable")[:NUM_PARTNERS].tolist()
         runs = [(partner, *run) for partner in partners if partner != rank for run in self.runs[partner]]
         if not runs:
             return None
-        partner, first, last = np.array(runs).T
+        columns: Ints = np.array(runs)
+        partner, first, last = columns[:, 0], columns[:, 1], columns[:, 2]
         back = self.above[first] + self.before[last] - self.before[first]
         load_of_rank = (self.loads[rank] - loss)[:, None] + back
         load_of_partner = gain[:, None] + (self.loads[partner] - back)
-        after = np.maximum(load_of_rank, load_of_partner)
+        after: Ints = np.maximum(load_of_rank, load_of_partner)
         row, column = divmod(int(after.argmin()), after.shape[1])
         section, run = (int(begin[row]), int(end[row])), (int(first[column]), int(last[column]))
         return _Move(int(after[row, column]), section, int(partner[column]), run)

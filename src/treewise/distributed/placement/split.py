@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from treewise.base.arrays import Ints
 from treewise.distributed.placement.placement import Placement
 from treewise.errors import DataError
 from treewise.tree.forest import Forest
@@ -43,7 +44,7 @@ def rank_part(
     return parts
 
 
-def restrict_forest(forest: Forest, trajectories: np.ndarray, weighting: str = "per_trajectory") -> Forest:
+def restrict_forest(forest: Forest, trajectories: Ints, weighting: str = "per_trajectory") -> Forest:
     """The forest of some trajectories of another, with the loss weights that they have there.
 
     trajectories: [n] int64 indices, ascending.
@@ -66,9 +67,7 @@ def restrict_forest(forest: Forest, trajectories: np.ndarray, weighting: str = "
     return part
 
 
-def _with_rollout_weights(
-    items: list[Trajectory], everything: Sequence[Trajectory], chosen: np.ndarray
-) -> list[Trajectory]:
+def _with_rollout_weights(items: list[Trajectory], everything: Sequence[Trajectory], chosen: Ints) -> list[Trajectory]:
     """Sets `rollout_weight` where a rollout has rows outside of this part."""
     if all(item.rollout is None for item in items):
         return items
@@ -83,9 +82,7 @@ def _with_rollout_weights(
     ]
 
 
-def _scaled(
-    items: list[Trajectory], forest: Forest, part: Forest, chosen: np.ndarray, weighting: str
-) -> list[Trajectory]:
+def _scaled(items: list[Trajectory], forest: Forest, part: Forest, chosen: Ints, weighting: str) -> list[Trajectory]:
     """Scales loss weights so that `weighting`, which counts trajectories of the part only, gives the weights of the
     whole forest. They are float32, so each has a rounding error of 6e-8.
     """

@@ -34,14 +34,17 @@ def images_of_call(
     """
     if token is None or config.model_type not in own_table().with_images():
         raise NotShareable(f"images of {config.model_type!r} are not supported")
-    pixels, grid = arguments[PIXELS], arguments.get("image_grid_thw")
+    pixels: torch.Tensor = arguments[PIXELS]
+    grid: torch.Tensor | None = arguments.get("image_grid_thw")
     if grid is not None:
         merged = getattr(config.vision_config, "spatial_merge_size", 0) ** 2
         if not merged:
             raise NotShareable(f"{config.model_type!r} does not tell how many placeholders an image has")
-        counts = (grid.prod(-1) // merged).tolist()
-        parts = pixels.split(grid.prod(-1).tolist())
-        each = [{PIXELS: part, "image_grid_thw": size[None]} for part, size in zip(parts, grid, strict=True)]
+        counts: list[int] = (grid.prod(-1) // merged).tolist()
+        parts: tuple[torch.Tensor, ...] = pixels.split(grid.prod(-1).tolist())
+        each: list[PixelInputs] = [
+            {PIXELS: part, "image_grid_thw": size[None]} for part, size in zip(parts, grid, strict=True)
+        ]
     else:
         row, _ = np.nonzero(token_ids == token)
         counts, each = _of_equal_size(arguments, len(row))
@@ -60,7 +63,8 @@ def images_of_call(
 
 def _of_equal_size(arguments: Mapping[str, Any], num_placeholders: int) -> tuple[list[int], list[PixelInputs]]:
     """Placeholders and tensors of images that a processor brings to one size: one entry of `pixel_values` for each."""
-    pixels, sizes = arguments[PIXELS], arguments.get("image_sizes")
+    pixels: torch.Tensor = arguments[PIXELS]
+    sizes: torch.Tensor | None = arguments.get("image_sizes")
     if pixels.dim() != 4 or num_placeholders % len(pixels):
         raise NotShareable(f"pixel_values of shape {tuple(pixels.shape)} do not tell which image is which")
     if sizes is not None and (sizes != sizes[0]).any():

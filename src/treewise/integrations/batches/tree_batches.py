@@ -8,10 +8,10 @@ Letters: E edges, M model width.
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar, overload
 
 import numpy as np
 import torch
@@ -300,9 +300,21 @@ class TreeBatches:
             counts.num_otherwise += replay.num_otherwise
 
 
-def as_numpy(tensor: torch.Tensor | None) -> Any:
+@overload
+def as_numpy(tensor: torch.Tensor) -> np.ndarray: ...
+@overload
+def as_numpy(tensor: torch.Tensor | None) -> np.ndarray | None: ...
+def as_numpy(tensor: torch.Tensor | None) -> np.ndarray | None:
     """A tensor's values on the host; None for None."""
     return None if tensor is None else np.asarray(tensor.detach().cpu())
+
+
+def tensor_of(arguments: Mapping[str, object], name: str) -> torch.Tensor | None:
+    """An argument of a call; None where it is missing. Raises `NotShareable` for one that is no tensor."""
+    value = arguments.get(name)
+    if value is not None and not isinstance(value, torch.Tensor):
+        raise NotShareable(f"{name} is a {type(value).__name__}")
+    return value
 
 
 def fields_in_rows(fields: Fields, rows: Rows, shape: torch.Size) -> Fields:

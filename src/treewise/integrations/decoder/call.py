@@ -24,7 +24,7 @@ from treewise.integrations.batches.batch_forest import (
     whole_rows_to_forest,
 )
 from treewise.integrations.batches.batch_images import OF_IMAGES, PIXELS, images_of_call
-from treewise.integrations.batches.tree_batches import as_numpy
+from treewise.integrations.batches.tree_batches import as_numpy, tensor_of
 from treewise.integrations.decoder.outputs import NotComputed
 from treewise.nn.vision import image_token_of
 
@@ -35,6 +35,7 @@ _OF_THE_ROWS = {"input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", 
 _OF_OTHERS = {"labels", "logits_to_keep", "num_items_in_batch", "return_dict", "shift_labels", "cache_position"}
 _OF_OTHERS |= {"skip_logits", "return_token_accuracy", "use_token_scaling", "compute_loss_func", "max_length_q"}
 _OF_OTHERS |= {"max_length_k", "output_hidden_states", "output_router_logits", "use_cache", "accum_dtype"}
+_FORMS = ("input_ids", "attention_mask", "position_ids")
 _TYPES_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 
 
@@ -61,7 +62,9 @@ def rows_of_call(arguments: dict[str, Any], config: PretrainedConfig, rules: Row
     """
     token = image_token_of(config)
     _refuse_what_changes_rows(arguments, has_images=token is not None)
-    token_ids, mask, positions = (arguments.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    token_ids, mask, positions = (tensor_of(arguments, name) for name in _FORMS)
+    if token_ids is None:
+        raise NotShareable("it has no input_ids")
     _check_forms(token_ids, mask, positions)
     ids, position_ids = as_numpy(token_ids), as_numpy(positions)
     if position_ids is not None:
@@ -71,7 +74,8 @@ def rows_of_call(arguments: dict[str, Any], config: PretrainedConfig, rules: Row
     elif "cu_seq_lens_q" in arguments:
         raise NotShareable("cu_seq_lens_q stands beside an attention mask, or without position_ids")
     for name in _TYPES_OF_TOKENS:
-        if name in arguments and ((as_numpy(arguments[name]) != 0) != (ids == token)).any():
+        types = as_numpy(tensor_of(arguments, name))
+        if types is not None and not np.array_equal(types != 0, ids == token):
             raise NotShareable(f"{name} marks other tokens than those of images")
     images = images_of_call(arguments, ids, config, token) if PIXELS in arguments else None
     return whole_rows_to_forest(ids, as_numpy(mask), position_ids, rules, images=images)
@@ -95,14 +99,10 @@ def _refuse_what_changes_rows(arguments: dict[str, Any], *, has_images: bool) ->
             raise NotShareable(f"the argument {name!r} is not supported")
 
 
-def _check_forms(token_ids: Any, mask: Any, positions: Any) -> None:
-    if not isinstance(token_ids, torch.Tensor):
-        raise NotShareable("it has no input_ids")
+def _check_forms(token_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
     if token_ids.dim() != 2:
         raise NotShareable(f"input_ids has {token_ids.dim()} dimensions")
     if mask is not None:
-        if not isinstance(mask, torch.Tensor):
-            raise NotShareable(f"attention_mask is a {type(mask).__name__}")
         if mask.shape != token_ids.shape:
             raise NotShareable(f"attention_mask of shape {tuple(mask.shape)} beside tokens {tuple(token_ids.shape)}")
         if not ((mask == 0) | (mask == 1)).all():
@@ -120,6 +120,6 @@ def _check_packing(arguments: dict[str, Any], position_ids: np.ndarray, config: 
     previous = getattr(own, "previous", own) or ""
     if len(position_ids) > 1 and is_first[:, 1:].any() and "flash" in previous:
         raise NotShareable(f"{previous} does not cut rows where positions start anew, but for a batch of one row")
-    bounds = arguments.get("cu_seq_lens_q")
+    bounds = tensor_of(arguments, "cu_seq_lens_q")
     if bounds is not None and not np.array_equal(as_numpy(bounds)[:-1], np.flatnonzero(is_first)):
         raise NotShareable("cu_seq_lens_q begins sequences at other tokens than position_ids")

@@ -4,8 +4,9 @@ a forest.
 Letters: B rows of the batch, L tokens of a row.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
@@ -13,7 +14,7 @@ from treewise.distributed import ranks
 from treewise.errors import ConfigError
 from treewise.integrations.batches.batch_forest import NotShareable, RowRules, Rows, rows_to_forest
 from treewise.integrations.batches.batch_images import OF_IMAGES, PIXELS, images_of_call
-from treewise.integrations.batches.tree_batches import as_numpy
+from treewise.integrations.batches.tree_batches import as_numpy, tensor_of
 from treewise.nn.vision import image_token_of
 
 # Arguments of a forward that define the rows, or that do not change what a fused head returns.
@@ -24,8 +25,8 @@ _OF_THE_HEAD = {"fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
 
 
 def rows_of_call(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
     *,
     config: PretrainedConfig,
     rules: RowRules,
@@ -42,25 +43,30 @@ def rows_of_call(
     """
     token = image_token_of(config)
     arguments = _arguments(args, kwargs, _SUPPORTED if token is None else _SUPPORTED | set(OF_IMAGES))
-    labels: Any = kwargs.get("labels")
-    shifted: Any = kwargs.get("shift_labels")
+    labels, shifted = tensor_of(kwargs, "labels"), tensor_of(kwargs, "shift_labels")
     if labels is None and shifted is None:
         raise ConfigError("a fused head scores labels, and this call has none: pass labels= or shift_labels=.")
     if shifted is not None and ranks.count() > 1:
         raise NotShareable("context and sequence parallelism cut sequences over ranks (shift_labels)")
-    token_ids = arguments["input_ids"]
-    labels = labels[:, 1:] if shifted is None else shifted
+    token_ids = tensor_of(arguments, "input_ids")
+    assert token_ids is not None
+    if shifted is not None:
+        labels = shifted
+    else:
+        assert labels is not None
+        labels = labels[:, 1:]
     if token_ids.shape[0] != labels.shape[0] or token_ids.shape[1] - labels.shape[1] not in (0, 1):
         raise NotShareable(f"labels of shape {tuple(labels.shape)} do not fit {tuple(token_ids.shape)} tokens")
     ids = as_numpy(token_ids)
     for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in arguments and ((as_numpy(arguments[name]) != 0) != (ids == token)).any():
+        types = as_numpy(tensor_of(arguments, name))
+        if types is not None and not np.array_equal(types != 0, ids == token):
             raise NotShareable(f"{name} marks other tokens than those of images")
     rows = rows_to_forest(
         ids,
         as_numpy(labels),
-        as_numpy(arguments.get("attention_mask")),
-        as_numpy(_expanded(arguments.get("position_ids"), token_ids)),
+        as_numpy(tensor_of(arguments, "attention_mask")),
+        as_numpy(_expanded(tensor_of(arguments, "position_ids"), token_ids)),
         rules,
         keeps_all=keeps_all,
         images=images_of_call(arguments, ids, config, token) if PIXELS in arguments else None,
@@ -68,13 +74,13 @@ def rows_of_call(
     return rows, labels
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any], supported: set[str]) -> dict[str, Any]:
+def _arguments(args: tuple[object, ...], kwargs: Mapping[str, object], supported: set[str]) -> dict[str, object]:
     """The arguments by name.
 
     Raises:
         NotShareable: an argument is not supported, as it may change what the model computes.
     """
-    arguments = dict(zip(("input_ids", "attention_mask"), args, strict=False))
+    arguments: dict[str, object] = dict(zip(("input_ids", "attention_mask"), args, strict=False))
     if len(args) > 2:
         raise NotShareable(f"its forward has {len(args)} arguments without names")
     arguments |= {name: value for name, value in kwargs.items() if name not in _OF_THE_HEAD and value is not None}
@@ -82,8 +88,8 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any], supported: set[str
         if name not in supported and not (value is False and name.startswith("output_")):
             raise NotShareable(f"the argument {name!r} is not supported")
     for name in ("input_ids", "attention_mask"):
-        if name in arguments and arguments[name].dim() != 2:
-            raise NotShareable(f"{name} has {arguments[name].dim()} dimensions")
+        if (given := tensor_of(arguments, name)) is not None and given.dim() != 2:
+            raise NotShareable(f"{name} has {given.dim()} dimensions")
     if "input_ids" not in arguments:
         raise NotShareable("it has no input_ids")
     return arguments

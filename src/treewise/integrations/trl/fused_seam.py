@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class FusedHead:
     @torch.enable_grad()
     def _try_out(self) -> tuple[tuple[str, ...], tuple[str, ...], Autocast | None]:
         """Runs one row through the head: its fields, those without a gradient, and the autocast of a wrapper."""
-        weight = self._model.get_output_embeddings().weight  # type: ignore[operator]
+        weight: torch.Tensor = self._model.get_output_embeddings().weight  # type: ignore[operator]
         device_type = weight.device.type
         inside: list[Autocast] = []
         row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
@@ -86,7 +86,8 @@ class FusedHead:
                 f"TRL {version('trl')} gave this model a head that treewise does not support ({problem}). "
                 "share_prefixes works with TRL 1.16 and later; please report this version."
             )
-        names = tuple(name for name, value in output.items() if value is not None and name not in _NOT_PER_LABEL)
+        fields: dict[str, torch.Tensor | None] = dict(output.items())
+        names = tuple(name for name, value in fields.items() if value is not None and name not in _NOT_PER_LABEL)
         constants = tuple(name for name in names if not output[name].requires_grad)
         return names, constants, inside[0] if inside[0].is_enabled else None
 
@@ -95,7 +96,7 @@ def has_fused_head(forward: object) -> bool:
     """Whether a forward is TRL's fused one, or wraps it."""
     while forward is not None:
         function = getattr(forward, "__func__", forward)
-        code = getattr(function, "__code__", None)
+        code: CodeType | None = getattr(function, "__code__", None)
         if code is not None and "fused_lm_head" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             return True
         forward = getattr(function, "__wrapped__", None)

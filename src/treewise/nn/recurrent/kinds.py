@@ -7,7 +7,7 @@ own arguments. Two mixers have their recurrence written into their forward; `MIX
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -109,7 +109,8 @@ def tree_conv(layer: LayerContext, inputs: Float[Tensor, "1 C T"], width: int, c
 
 TreeFunction = Callable[..., Any]
 MaybeTensor = torch.Tensor | None
-Original = Callable[..., Any]
+Original = Callable[..., torch.Tensor]
+WithState = Callable[..., tuple[torch.Tensor, MaybeTensor]]
 LayerOf = Callable[[str], LayerContext]  # by the name of a function of the layer
 CHUNK = 64  # of transformers' delta rules and of flash-linear-attention's kernels
 # Of a call over whole sequences. A tree has its own bounds of rows, enters no state here, and returns none.
@@ -149,7 +150,7 @@ def tree_causal_conv(
 
 def tree_delta_rule(
     layer: LayerContext,
-    original: Original,
+    original: WithState,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -177,7 +178,7 @@ def tree_delta_rule(
 
 def tree_chunk_scan(
     layer: LayerContext,
-    original: Original,
+    original: Callable[..., Any],
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -195,8 +196,9 @@ def tree_chunk_scan(
         hidden_states, dt, B, C = inputs
         states = {"initial_states": initial, "return_final_states": wants_states}
         chunk = padded_chunk(dt.shape[1], chunk_size)
-        result = original(hidden_states, dt, A, B, C, chunk_size=chunk, **states, **options)
-        return result if wants_states else (result, None)
+        found: tuple[torch.Tensor, MaybeTensor] | torch.Tensor
+        found = original(hidden_states, dt, A, B, C, chunk_size=chunk, **states, **options)
+        return (found, None) if isinstance(found, torch.Tensor) else found
 
     return tree_scan(layer, (hidden_states, dt, B, C), scan)
 
@@ -227,7 +229,8 @@ def tree_selective_scan(
 ) -> torch.Tensor:
     """`selective_scan_fn` on a tree: [1, C, T] inputs, dt and z, [C, N] A, [1, N, T] B and C."""
     options = _options(options)
-    z, bias = options.pop("z", None), options.pop("delta_bias", None)
+    z: MaybeTensor = options.pop("z", None)
+    bias: MaybeTensor = options.pop("delta_bias", None)
     bias = None if bias is None else bias[..., None]
     dt = _step_sizes(dt, bias, options.pop("delta_softplus", False))
 
@@ -272,8 +275,23 @@ def _end_state(
 # own forward contains this recurrence, so its steps are called here one by one.
 
 
+class LightningMixer(Protocol):
+    """What of `MiniMaxLightningAttention` is called here."""
+
+    num_attention_heads: int
+    head_dim: int
+    block_size: int
+    slope_rate: torch.Tensor
+
+    def act_fn(self, qkv: torch.Tensor, /) -> torch.Tensor: ...
+    def qkv_proj(self, hidden_states: torch.Tensor, /) -> torch.Tensor: ...
+    def out_proj(self, values: torch.Tensor, /) -> torch.Tensor: ...
+    def output_gate(self, hidden_states: torch.Tensor, /) -> torch.Tensor: ...
+    def norm(self, values: torch.Tensor, /) -> torch.Tensor: ...
+
+
 def tree_lightning(
-    mixer: Any, layer_of: LayerOf, hidden_states: torch.Tensor, *_: object, **__: object
+    mixer: LightningMixer, layer_of: LayerOf, hidden_states: torch.Tensor, *_: object, **__: object
 ) -> tuple[torch.Tensor, None]:
     """`MiniMaxLightningAttention` on a tree: [1, T, M] in, ([1, T, M], None) out."""
     shape = (*hidden_states.shape[:2], mixer.num_attention_heads, 3 * mixer.head_dim)
@@ -339,7 +357,7 @@ def tree_recurrent_block(block: Any, layer_of: LayerOf, *args: object, **kwargs:
     """`RecurrentGemmaRecurrentBlock` on a tree: [1, T, M] in, ([1, T, M], None) out."""
 
     def conv(inputs: torch.Tensor) -> torch.Tensor:
-        own = block.conv_1d
+        own: nn.Conv1d = block.conv_1d
         return tree_conv(layer_of("conv"), inputs, own.kernel_size[0], lambda each: own(each)[..., : each.shape[-1]])
 
     def scan(
@@ -351,9 +369,11 @@ def tree_recurrent_block(block: Any, layer_of: LayerOf, *args: object, **kwargs:
         return tree_scan(layer_of("scan"), inputs, linear_recurrence).to(hidden_states.dtype), None
 
     def unit(activations: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return type(block.rg_lru).forward(Replaced(block.rg_lru, _rnn_scan=scan), activations, position_ids)
+        forward: Callable[..., torch.Tensor] = type(block.rg_lru).forward
+        return forward(Replaced(block.rg_lru, _rnn_scan=scan), activations, position_ids)
 
-    return type(block).forward(Replaced(block, conv_1d=conv, rg_lru=unit), *args, **kwargs)
+    forward: Callable[..., tuple[torch.Tensor, None]] = type(block).forward
+    return forward(Replaced(block, conv_1d=conv, rg_lru=unit), *args, **kwargs)
 
 
 def linear_recurrence(

@@ -270,7 +270,7 @@ def _count(counting: "_Counting", tower: PreTrainedModel, form: Form, known: Map
     made = drawn(form, lambda shape: torch.empty(shape, dtype=tower.dtype, device="meta"))
     arguments = {name: value for name, value in made.items() if name in known}
     output = image_features_of(tower)(**arguments, return_dict=True)
-    rows = tree_leaves(feature_rows(output))
+    rows: list[torch.Tensor] = tree_leaves(feature_rows(output))
     features = [*rows, *tree_leaves(getattr(output, "deepstack_features", None))]
     count.rows = sum(row.numel() // row.shape[-1] for row in rows)
     trained = [feature for feature in features if isinstance(feature, torch.Tensor) and feature.requires_grad]
@@ -334,7 +334,7 @@ class _Counting(TorchDispatchMode):
             count.linear_backward += flops
         else:
             count.linear += flops
-            given = arguments[1] if packet is _aten.addmm else arguments[0]
+            given: torch.Tensor = arguments[1] if packet is _aten.addmm else arguments[0]
             count.values += given.numel() + output.numel()
 
 
@@ -343,9 +343,12 @@ def _with_places(function: "OpOverload", arguments: tuple[Any, ...]) -> tuple[An
     if function.overloadpacket not in (_aten.index, _aten.index_put, _aten.index_put_):
         return arguments
     indices: list[torch.Tensor | None] = []
-    for each in arguments[1]:
-        is_mask = each is not None and each.dtype == torch.bool and not each.is_meta
-        indices += torch.nonzero(each, as_tuple=True) if is_mask else (each,)
+    masks: Sequence[torch.Tensor | None] = arguments[1]
+    for each in masks:
+        if each is not None and each.dtype == torch.bool and not each.is_meta:
+            indices += torch.nonzero(each, as_tuple=True)
+        else:
+            indices.append(each)
     return arguments[0], indices, *arguments[2:]
 
 

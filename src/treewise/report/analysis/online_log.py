@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from treewise.advantages import segment_values
+from treewise.base.arrays import Floats
 from treewise.base.own_files import damage, read_own, unsealed
 from treewise.errors import DataError
 from treewise.report.analysis.agent_calls import AgentReport, EpisodeLine, agent_report, parsed_line
@@ -134,8 +135,10 @@ def _calibration(run: Path) -> tuple[tuple[float, ...], tuple[float, ...], tuple
                 part = max(0, min(int(predicted * _NUM_PARTS), _NUM_PARTS - 1))
                 sums[:, part] += trials * np.array([predicted, observed, 1.0])
         tried |= {index for index, _ in known}
-    predicted, observed, trials = sums[:, sums[2] > 0]
-    return tuple((predicted / trials).tolist()), tuple((observed / trials).tolist()), tuple(trials.tolist())
+    found: Floats = sums[:, sums[2] > 0]
+    means: list[list[float]] = (found[:2] / found[2]).tolist()
+    trials_of: list[float] = found[2].tolist()
+    return tuple(means[0]), tuple(means[1]), tuple(trials_of)
 
 
 def _read_draws(data: bytes) -> list[tuple[int, list[float]]]:

@@ -1,16 +1,16 @@
 """The calls of each episode, with their text: a file beside the rollouts of an iteration, for people and the page."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from treewise.rl.agents.episodes import Episode
+from treewise.rl.agents.rows import EpisodeRecord
 
 CALLS = "calls"  # folder
 
 
-def calls_of(episode: Episode) -> list[dict[str, Any]]:
+def calls_of(episode: Episode) -> list[dict[str, object]]:
     """The calls as a tree: where each went on from, what was written there, and what came."""
     decode = episode.chat.decode
     return [
@@ -33,13 +33,22 @@ def calls_of(episode: Episode) -> list[dict[str, Any]]:
     ]
 
 
-def write_calls(run: Path, iteration: int, records: Sequence[Mapping[str, Any]], *, is_first: bool) -> None:
-    """Writes a line for each episode. records: of the episodes, each with its `task`; is_first: they begin the file,
+def write_calls(run: Path, iteration: int, records: Sequence[tuple[str, EpisodeRecord]], *, is_first: bool) -> None:
+    """Writes a line for each episode. records: of the episodes, each with its task; is_first: they begin the file,
     and others of the iteration may follow.
     """
     path = run / CALLS / f"iteration-{iteration:05d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = ("task", "reward", "kind", "failure", "calls")
-    text = "".join(json.dumps({name: record[name] for name in names}) + "\n" for record in records)
+    lines = [
+        {
+            "task": task,
+            "reward": record["reward"],
+            "kind": record["kind"],
+            "failure": record["failure"],
+            "calls": record["calls"],
+        }
+        for task, record in records
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
     with path.open("w" if is_first else "a", encoding="utf-8") as file:
         file.write(text)

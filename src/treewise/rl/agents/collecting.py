@@ -29,7 +29,7 @@ from treewise.rl.agents.endpoint import Endpoint, listening
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.episodes import Episode, Episodes
 from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW
-from treewise.rl.agents.rows import trajectories_of
+from treewise.rl.agents.rows import AgentRow, EpisodeRecord, Talk, trajectories_of
 from treewise.rl.agents.running import AgentOutcome, AgentRunner
 from treewise.rl.agents.settings import AgentSettings, check_online
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
@@ -145,14 +145,14 @@ class AgentCollector:
                 name = "/".join(map(str, request.seed))
                 wanted += [Wanted(f"{name}/{n}", request.item, (*request.seed, n)) for n in range(count)]
         seconds, parts = self._run(wanted, moment, self.limits)
-        found, shown = Collected([], seconds=seconds), list[dict[str, Any]]()
+        found, shown = Collected([], seconds=seconds), list[tuple[str, EpisodeRecord]]()
         for request, count in zip(requests, sizes, strict=True):
             own = parts[request.number % ranks.count()]
             name = "/".join(map(str, request.seed))
             records = [own[f"{name}/{n}"] for n in range(count)]
             found.groups.append(self._group(request, records, moment))
             _count(found, records)
-            shown += [{**record, "task": request.key} for record in records]
+            shown += [(request.key, record) for record in records]
         if self.folder is not None and moment.trainer_state is not None and ranks.own() == 0:
             number, is_first = moment.trainer_state.global_step + 1, requests[0].number == 0
             write_calls(self.folder, number, shown, is_first=is_first)
@@ -193,13 +193,13 @@ class AgentCollector:
 
     def _run(
         self, wanted: Sequence[Wanted], moment: Moment, limits: EndpointSettings
-    ) -> tuple[dict[str, float], list[dict[str, dict[str, Any]]]]:
+    ) -> tuple[dict[str, float], list[dict[str, EpisodeRecord]]]:
         """What the episodes of every process came to, by name, recalled or run; and the seconds of the slowest."""
         moment.journal.begin_phase()
         known = [limits.max_length, row_limit(moment.sampler)]
         limits = replace(limits, max_length=min((limit for limit in known if limit is not None), default=None))
 
-        def work() -> Any:
+        def work() -> tuple[float, dict[str, EpisodeRecord]]:
             began = time.perf_counter()
             found = _InProgress(self, moment, limits).run(wanted)
             return time.perf_counter() - began, found
@@ -214,7 +214,7 @@ class AgentCollector:
         plain = json.loads(json.dumps([wanted.item.extra, facts, self.settings.chat_template], default=str))
         return [self.agent, list(wanted.seed), *plain]
 
-    def _group(self, request: GroupRequest, records: Sequence[dict[str, Any]], moment: Moment) -> Group:
+    def _group(self, request: GroupRequest, records: Sequence[EpisodeRecord], moment: Moment) -> Group:
         rewards = [record["reward"] for record in records]
         known = [reward >= self.settings.success_at for reward in rewards if reward is not None]
         lengths = [record["account"]["recorded"] for record in records]
@@ -248,11 +248,11 @@ class AgentCollector:
             means={"calls_per_episode": [float(record["account"]["calls"]) for record in records]},
         )
 
-    def _rows(self, key: str, records: Sequence[Mapping[str, Any]], where: str) -> list[Trajectory]:
+    def _rows(self, key: str, records: Sequence[EpisodeRecord], where: str) -> list[Trajectory]:
         rows = trajectories_of(key, records, where)
         return features.routes.by_tokens(rows) if self.settings.routing_replay == "by_tokens" else rows
 
-    def _texts(self, record: Mapping[str, Any]) -> tuple[str, str]:
+    def _texts(self, record: EpisodeRecord) -> tuple[str, str]:
         """The first prompt of an episode, and what its longest row holds behind it."""
         rows = record["rows"]
         if not rows:
@@ -269,11 +269,11 @@ class _InProgress:
     def __init__(self, collector: AgentCollector, moment: Moment, limits: EndpointSettings) -> None:
         self.collector, self.moment, self.limits = collector, moment, limits
         self.events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self.found: dict[str, dict[str, Any]] = {}
+        self.found: dict[str, EpisodeRecord] = {}
         self.running: set[Episode] = set()
         self.is_over, self._lock = False, threading.Lock()
 
-    def run(self, wanted: Sequence[Wanted]) -> dict[str, dict[str, Any]]:
+    def run(self, wanted: Sequence[Wanted]) -> dict[str, EpisodeRecord]:
         """What each came to.
 
         Raises:
@@ -334,7 +334,7 @@ class _InProgress:
         self._advance(1)
         return True
 
-    def _one(self, wanted: Wanted, batcher: Batcher) -> tuple[Wanted, dict[str, Any]]:
+    def _one(self, wanted: Wanted, batcher: Batcher) -> tuple[Wanted, EpisodeRecord]:
         """Runs one episode, in a thread of its own."""
         collector = self.collector
         name = f"{wanted.item.key}, episode {wanted.seed[-1]}"
@@ -359,13 +359,13 @@ class _InProgress:
             record["talk"] = _talk_of(episode)
         return wanted, record
 
-    def _ended(self, wanted: Wanted, record: dict[str, Any]) -> None:
+    def _ended(self, wanted: Wanted, record: EpisodeRecord) -> None:
         journal, question = self.moment.journal, self.collector.question(wanted, self.limits)
         journal.record("episode", [(wanted.name, question, record)])
         self._keep(wanted, record)
         self._advance(1)
 
-    def _keep(self, wanted: Wanted, record: dict[str, Any]) -> None:
+    def _keep(self, wanted: Wanted, record: EpisodeRecord) -> None:
         self.found[wanted.name] = record
         if record["failure"] is not None:
             self.moment.journal.mark()
@@ -411,7 +411,7 @@ class _InProgress:
 # -- what an episode came to ------------------------------------------------------------------------------------------
 
 
-def _record_of(episode: Episode, outcome: AgentOutcome, version: int) -> dict[str, Any]:
+def _record_of(episode: Episode, outcome: AgentOutcome, version: int) -> EpisodeRecord:
     """Plain JSON values.
 
     Raises:
@@ -420,13 +420,17 @@ def _record_of(episode: Episode, outcome: AgentOutcome, version: int) -> dict[st
     rows, account = episode.rows()
     if account.fault is not None:
         raise DataError(f"{episode.name}: {account.fault}.")
+    for row in rows:
+        row.pop("group", None)
+        row.pop("rollout", None)
+        row.pop("reward", None)
     return {
         "version": version,
         "reward": outcome.reward,
         "agent_reward": outcome.reward,
         "kind": outcome.kind,
         "failure": outcome.failure,
-        "rows": [{name: row[name] for name in row if name not in ("group", "rollout", "reward")} for row in rows],
+        "rows": rows,
         "account": asdict(account),
         "reasons": dict(episode.recording.reasons),
         "refused": dict(episode.refused),
@@ -435,7 +439,7 @@ def _record_of(episode: Episode, outcome: AgentOutcome, version: int) -> dict[st
     }
 
 
-def _talk_of(episode: Episode) -> list[dict[str, Any]]:
+def _talk_of(episode: Episode) -> list[Talk]:
     """The calls as messages, for reward functions."""
     return [
         {
@@ -449,19 +453,18 @@ def _talk_of(episode: Episode) -> list[dict[str, Any]]:
     ]
 
 
-def _question_of_reward(record: Mapping[str, Any]) -> list[Any]:
-    return [record["talk"], record["agent_reward"]]
+def _question_of_reward(record: EpisodeRecord) -> tuple[list[Talk], float | None]:
+    return record["talk"], record["agent_reward"]
 
 
-def _prompt_of(row: Mapping[str, Any]) -> list[int]:
+def _prompt_of(row: AgentRow) -> list[int]:
     """What stands before the first sampled token of a row."""
     draws = np.array(row["draws"])
-    ids: list[int] = row["token_ids"][: int(np.argmax(draws >= 0))]
-    return ids
+    return row["token_ids"][: int(np.argmax(draws >= 0))]
 
 
-def _count(found: Collected, records: Sequence[Mapping[str, Any]]) -> None:
-    failed = [record["failure"] for record in records if record["reward"] is None]
+def _count(found: Collected, records: Sequence[EpisodeRecord]) -> None:
+    failed = [str(record["failure"]) for record in records if record["reward"] is None]
     metrics: dict[str, list[float]] = {}
     for record in records:
         for name, values in record.get("metrics", {}).items():
@@ -470,7 +473,7 @@ def _count(found: Collected, records: Sequence[Mapping[str, Any]]) -> None:
     found.tally.add(RewardTally(len(records), len(failed), first, metrics))
 
 
-def _warnings(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:
+def _warnings(parts: Sequence[Mapping[str, EpisodeRecord]]) -> list[str]:
     """Sentences on what failed and what was refused."""
     records = [record for part in parts for record in part.values()]
     failed = [record for record in records if record["failure"] is not None]
@@ -479,7 +482,7 @@ def _warnings(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:
         kinds = Counter(record["kind"] for record in failed)
         shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         lines.append(f"{len(failed)} of {len(records)} episodes have no reward and are set aside: {shown}.")
-        lines += list(dict.fromkeys(record["failure"] for record in failed))[:MAX_SHOWN]
+        lines += list(dict.fromkeys(str(record["failure"]) for record in failed))[:MAX_SHOWN]
     refused = sum((Counter(record["refused"]) for record in records), Counter[str]())
     lines += [f"{count} calls were refused: {what}." for what, count in refused.most_common(MAX_SHOWN)]
     return lines

@@ -339,6 +339,7 @@ class Endpoint:
             fields.take("seed", int),
         )
         fields.done()
+        assert group is None or isinstance(group, str | int)
         episode = self.episodes.open(name, group, self.episodes.seed_of(name) if seed is None else seed)
         key = episode.key if self.token is None else f"{self.token}.{episode.key}"
         return JSONResponse({"key": key, "name": name})

@@ -21,6 +21,7 @@ from treewise.base import features
 from treewise.errors import ConfigError, RequestRefusedError
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.recording import Account, RecordedCall, RecordedTurn, Recording
+from treewise.rl.agents.rows import AgentRow
 from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
 from treewise.rl.agents.wire.common import Answer, Usage
 from treewise.rl.agents.wire.kept import Kept
@@ -57,7 +58,7 @@ class Episode:
         self,
         key: str,
         name: str,
-        group: Any,
+        group: str | int | None,
         seed: int,
         chat: ChatTokens,
         batcher: Batcher,
@@ -299,11 +300,16 @@ class Episode:
                 opened.is_cancelled = True
             self._lock.wait_for(lambda: not self._under_way, seconds)
 
-    def rows(self) -> tuple[list[dict[str, Any]], Account]:
+    def rows(self) -> tuple[list[AgentRow], Account]:
         """See `Recording.rows`, with group, rollout and reward."""
         rows, account = self.recording.rows()
-        labels = {"group": self.group, "rollout": self.name, "reward": self.reward}
-        return [{**row, **{key: value for key, value in labels.items() if value is not None}} for row in rows], account
+        for row in rows:
+            if self.group is not None:
+                row["group"] = self.group
+            row["rollout"] = self.name
+            if self.reward is not None:
+                row["reward"] = self.reward
+        return rows, account
 
 
 def _shown(opened: OpenCall, index: int) -> Callable[[Sequence[int]], None]:
@@ -357,7 +363,7 @@ class Episodes:
     def open(
         self,
         name: str,
-        group: Any = None,
+        group: str | int | None = None,
         seed: int = 0,
         key: str | None = None,
         *,

@@ -6,7 +6,7 @@ what begins a tool call, behind which all ids may come. A schema that llguidance
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from treewise.rl.agents.wire.asked import AgentRequest, RefusedError
 from treewise.rl.recorder.reader import ReplyReader
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
 MAX_KEPT = 64  # grammars that are compiled
@@ -30,7 +31,15 @@ class TokenGrammar:
     marks: texts behind which a call has begun. is_plain: the answer alone.
     """
 
-    def __init__(self, matcher: Any, num_ids: int, tokenizer: Any, schema: Any, marks: Sequence[str], plain: bool):
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        num_ids: int,
+        tokenizer: "PreTrainedTokenizerBase",
+        schema: Mapping[str, Any] | None,
+        marks: Sequence[str],
+        plain: bool,
+    ) -> None:
         self.schema, self.is_plain = schema, plain
         self._matcher, self._num_ids, self._tokenizer, self._marks = matcher, num_ids, tokenizer, tuple(marks)
         self._num_taken, self._is_free = 0, False
@@ -47,7 +56,7 @@ class TokenGrammar:
         if not self._is_free:
             self._matcher.consume_tokens([int(token) for token in token_ids[self._num_taken :]])
             self._num_taken = len(token_ids)
-            text = self._tokenizer.decode(token_ids[-64:]).rstrip() if self._marks else ""
+            text: str = self._tokenizer.decode(token_ids[-64:]).rstrip() if self._marks else ""
             self._is_free = self._matcher.is_accepting() and text.endswith(self._marks) if self._marks else False
         if self._is_free:
             return None
@@ -69,8 +78,8 @@ class Grammars:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop_ids: Sequence[int]) -> None:
         self.tokenizer, self.stop_ids = tokenizer, list(stop_ids)
         self._lock = threading.Lock()
-        self._own: Any = None
-        self._known: dict[str, Any] = {}
+        self._own: LLTokenizer | None = None
+        self._known: dict[str, LLMatcher] = {}
 
     def of(self, asked: AgentRequest, reader: ReplyReader, prompt_end: str) -> TokenGrammar:
         """The grammar of a reply. prompt_end: what stands before it; it may have opened a thought.
@@ -91,6 +100,7 @@ class Grammars:
             marks = reader.family.opens
         thinking = reader.thinking
         is_opened = thinking is not None and prompt_end.rstrip().endswith(thinking[0])
+        assert asked.schema is not None
         with self._lock:
             own = self._tokenizer()
             text = self._grammar(asked.schema, thinking, marks, is_opened=is_opened)
@@ -101,7 +111,7 @@ class Grammars:
         plain = not marks and not is_opened
         return TokenGrammar(matcher, own.vocab_size, self.tokenizer, asked.schema, marks, plain)
 
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> "LLTokenizer":
         if self._own is None:
             try:
                 import llguidance.hf
@@ -115,7 +125,7 @@ class Grammars:
                 raise RefusedError(f"outputs of a schema: llguidance cannot follow the tokenizer ({error}).") from None
         return self._own
 
-    def _compiled(self, own: Any, text: str) -> Any:
+    def _compiled(self, own: "LLTokenizer", text: str) -> "LLMatcher":
         import llguidance
 
         found = llguidance.LLMatcher(own, llguidance.LLMatcher.grammar_from_lark(text), log_level=0)
@@ -123,7 +133,9 @@ class Grammars:
             raise RefusedError(f"the schema of the reply is not served: {found.get_error()[:500]}", param="schema")
         return found
 
-    def _grammar(self, schema: Any, thinking: tuple[str, str] | None, marks: Sequence[str], *, is_opened: bool) -> str:
+    def _grammar(
+        self, schema: Mapping[str, Any], thinking: tuple[str, str] | None, marks: Sequence[str], *, is_opened: bool
+    ) -> str:
         """In llguidance's form of Lark's."""
         kinds = "answer" if not marks else "(answer | call)"
         thought = "" if thinking is None else "thought " if is_opened else "thought? "
@@ -140,6 +152,6 @@ class Grammars:
 
     def _literal(self, text: str) -> str:
         """A text, or the id that stands for it, which no text matches then."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         own = self._tokenizer()
         return f"<[{ids[0]}]>" if len(ids) == 1 and own.is_special_token(ids[0]) else json.dumps(text)

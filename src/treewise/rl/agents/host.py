@@ -32,10 +32,11 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsFloat
 
 KEPT_BYTES = 16_384  # of an agent's output, its end
 SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl
@@ -252,7 +253,7 @@ class Host:
             stream.flush()
 
 
-def _guard(work: Any) -> NoReturn:
+def _guard(work: Callable[[], object]) -> NoReturn:
     """In a fork: nothing of the parent's goes on."""
     try:
         work()
@@ -262,14 +263,16 @@ def _guard(work: Any) -> NoReturn:
     os._exit(0)
 
 
-def _outcome(function: Any, task: Any) -> dict[str, Any]:
+def _outcome(function: Callable[..., object], task: object) -> dict[str, object]:
     """What the agent returned, or raised."""
     try:
         takes_client = len(inspect.signature(function).parameters) > 1
         if inspect.iscoroutinefunction(function):
-            value = asyncio.run(_awaited(function, task, takes_client=takes_client))
+            value: object = asyncio.run(_awaited(function, task, takes_client=takes_client))
+        elif takes_client:
+            value = function(task, _client())
         else:
-            value = function(task, _client()) if takes_client else function(task)
+            value = function(task)
     except BaseException as error:  # an agent may raise anything, SystemExit included
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.filename != __file__] or frames
@@ -278,18 +281,19 @@ def _outcome(function: Any, task: Any) -> dict[str, Any]:
     return {"reward": None} if value is None else _reward_of(value)
 
 
-def _reward_of(value: Any) -> dict[str, Any]:
+def _reward_of(value: object) -> dict[str, object]:
     """What an agent returned, as a number if it is one; which numbers are rewards is the run's to say."""
-    is_number = isinstance(value, int | float) or hasattr(value, "__float__")
     try:
-        return {"reward": float(value)} if is_number else {"no_reward": f"it returned {value!r}"[:500] + ", no number"}
+        if isinstance(value, SupportsFloat):
+            return {"reward": float(value)}
+        return {"no_reward": f"it returned {value!r}"[:500] + ", no number"}
     except OverflowError:
         return {"no_reward": "it returned a number that no float holds"}
     except Exception as error:  # an object of the agent's own may raise anything
         return {"no_reward": f"it returned {type(value).__name__}, no number: {error}"[:500]}
 
 
-async def _awaited(function: Any, task: Any, *, takes_client: bool) -> Any:
+async def _awaited(function: Callable[..., Awaitable[object]], task: object, *, takes_client: bool) -> object:
     if not takes_client:
         return await function(task)
     async with _client() as client:
@@ -386,7 +390,8 @@ def kept_since_import(key: str, address: str) -> list[str]:
             continue
         kind = type(holder)
         if id(holder) in modules:
-            own_names = [name for name, value in holder.items() if type(value) is str and value == key]
+            of_module: dict[str, object] = holder
+            own_names = [name for name, value in of_module.items() if type(value) is str and value == key]
             found += [f"{modules[id(holder)]}.{name}" for name in own_names]
         elif kind.__module__ not in ("builtins", "os"):
             own, name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}", names.get(id(holder))

@@ -28,6 +28,7 @@ from treewise.rl.agents.endpoint import Endpoint
 from treewise.rl.agents.episodes import Episode, Episodes
 from treewise.rl.agents.record_settings import RecordSettings
 from treewise.rl.agents.recording import Account
+from treewise.rl.agents.rows import AgentRow
 from treewise.rl.agents.wire.protocol import addresses
 from treewise.rl.recorder.chat_tokens import ChatTokens
 from treewise.rl.samplers import Sampler
@@ -51,7 +52,7 @@ class RowsFile:
         self._names: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def add(self, episode: Episode) -> dict[str, Any]:
+    def add(self, episode: Episode) -> dict[str, object]:
         """Writes the rows of an episode that has ended; what they are.
 
         Raises:
@@ -61,7 +62,9 @@ class RowsFile:
         with self._lock:
             number = self._names[episode.name] + 1
             name = episode.name if number == 1 else f"{episode.name}-{number}"
-            written = [self._with_text({**row, "rollout": name}) for row in rows]
+            for row in rows:
+                row["rollout"] = name
+            written = [self._with_text(row) for row in rows]
             append(self.path, b"".join(json.dumps(row).encode() + b"\n" for row in written))
             self._names[episode.name] = number
             for kind, value in asdict(account).items():
@@ -76,7 +79,7 @@ class RowsFile:
         self._say(f"{name}: {num(account.calls, 'call')}, {tokens_line(account)}, {num(len(rows), 'row')}{reward}")
         return {"rollout": name, "rows": len(rows), **asdict(account), "forks": dict(episode.recording.reasons)}
 
-    def add_last(self, episode: Episode) -> dict[str, Any]:
+    def add_last(self, episode: Episode) -> dict[str, object]:
         """The same where nobody tries again. Without room the rows go to a file in the folder for temporary ones, which
         a line names; without room there, too, they wait for some, up to `LAST_SECONDS`."""
         path, end = self.path, time.monotonic() + LAST_SECONDS
@@ -109,7 +112,7 @@ class RowsFile:
         ]
         return "\n".join(lines)
 
-    def _with_text(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _with_text(self, row: AgentRow) -> dict[str, object]:
         """A row with its text beside it, for people; log-probs are null where nothing was sampled."""
         ids, weights = row["token_ids"], row["loss_weights"]
         first = int(np.argmax(np.array(weights) > 0))

@@ -12,7 +12,7 @@ holds the turn which it was sampled in.
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from treewise.base import features
 from treewise.data.render.canonical import canonical, canonical_all, chain, root_of
 from treewise.errors import ConfigError, DataError
 from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW, num_equal, reason_of
+from treewise.rl.agents.rows import AgentRow, Streams, TurnFacts
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.recorder.chat_tokens import ChatTokens, Turn, Written
 from treewise.rl.recorder.reader import ReplyReader
@@ -261,7 +262,15 @@ class Recording:
         return self.chat.following_ids(self.chat.decode(path[-16:]), text)
 
     def _new_call(
-        self, asked: AgentRequest, reader: Any, keys: Any, items: Any, start: Any, kept: int, ids: Any, text: str
+        self,
+        asked: AgentRequest,
+        reader: ReplyReader | None,
+        keys: list[str],
+        items: list[tuple[Any, ...]],
+        start: RecordedTurn | None,
+        kept: int,
+        ids: np.ndarray,
+        text: str,
     ) -> RecordedCall:
         before = 0 if start is None else start.call.num_prompt + kept
         number = len(self.calls)
@@ -349,7 +358,7 @@ class Recording:
                 if id(choice) not in whole and len(choice.turn.token_ids):
                     yield choice
 
-    def rows(self) -> tuple[list[dict[str, Any]], Account]:
+    def rows(self) -> tuple[list[AgentRow], Account]:
         """Rows of plain values, and where the tokens went.
 
         A row has `token_ids`, `loss_weights`, `sampler_logprobs`, `draws`, `policy_versions` where they are counted,
@@ -357,7 +366,7 @@ class Recording:
         each turn in it that it trains, its call, its role, where it begins and ends, and its reward.
         """
         with self._lock:
-            account, rows, trained = Account(calls=len(self.calls)), [], set[int]()
+            account, rows, trained = Account(calls=len(self.calls)), list[AgentRow](), set[int]()
             for leaf in self._leaves():
                 row = self._row(self._parts(leaf), trained)
                 account.trained += int(sum(row["loss_weights"]))
@@ -374,8 +383,8 @@ class Recording:
                         account.context += choice.num_sampled
             return rows, account
 
-    def _row(self, parts: Sequence[RecordedPart], trained: set[int]) -> dict[str, Any]:
-        at, turns = 0, list[dict[str, Any]]()
+    def _row(self, parts: Sequence[RecordedPart], trained: set[int]) -> AgentRow:
+        at, turns = 0, list[TurnFacts]()
         ids, weights, draws, versions = list[int](), list[int](), list[int](), list[int]()
         logprobs = list[float]()
         experts: np.ndarray | None = None  # of each token, by the forward that was first given it
@@ -400,7 +409,7 @@ class Recording:
             at += size
             if choice is not None and choice.routed_experts is not None:
                 experts = features.routes.filled(experts, choice.routed_experts, at)
-        row: dict[str, Any] = {"token_ids": ids, "loss_weights": weights, "sampler_logprobs": logprobs, "draws": draws}
+        row: Streams = {"token_ids": ids, "loss_weights": weights, "sampler_logprobs": logprobs, "draws": draws}
         if max(versions) >= 0:
             row["policy_versions"] = versions
         if experts is not None:
@@ -427,21 +436,21 @@ def written_for(chat: ChatTokens, asked: AgentRequest) -> Written:
         raise RefusedError(str(error), param="tools" if is_of_tools else "messages") from None
 
 
-def _turn_facts(choice: RecordedTurn, start: int, end: int) -> dict[str, Any]:
-    facts = {
+def _turn_facts(choice: RecordedTurn, start: int, end: int) -> TurnFacts:
+    facts: TurnFacts = {
         "call": choice.call.id,
         "role": choice.call.asked.model,
         "start": start,
         "end": end,
         "finish": choice.finish,
     }
-    reason = choice.call.reason
-    shown: Mapping[str, Any] = {
-        "fork": reason if reason not in (None, NEW, AGAIN, BRANCHED) else None,
-        "constrained": True if choice.call.asked.schema is not None else None,  # sampled under a grammar
-        "reward": choice.reward,
-    }
-    return {**facts, **{name: value for name, value in shown.items() if value is not None}}
+    if (reason := choice.call.reason) not in (None, NEW, AGAIN, BRANCHED):
+        facts["fork"] = reason
+    if choice.call.asked.schema is not None:
+        facts["constrained"] = True  # sampled under a grammar
+    if choice.reward is not None:
+        facts["reward"] = choice.reward
+    return facts
 
 
 def _last_turn(items: Sequence[tuple[Any, ...]]) -> int:

@@ -28,6 +28,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 
+from treewise.base.arrays import Floats
 from treewise.base.given_settings import settings_named
 from treewise.errors import ConfigError, DataError
 
@@ -177,7 +178,7 @@ class TaskSampler:
         if self.curriculum.measures_angles and known and angles:
             settings, size = self.curriculum.settings, len(self.memory["scores"])
             tanhs = np.tanh(settings.alpha * np.array([np.mean(known) - settings.beta, np.mean(angles)]))
-            mean = self.memory.get("mean", 0.0) + settings.step * size * tanhs.sum()
+            mean = float(self.memory.get("mean", 0.0)) + settings.step * size * float(tanhs.sum())
             self.memory = {**self.memory, "mean": float(np.clip(mean, 0, size - 1))}
         self.iteration += 1
 
@@ -219,7 +220,8 @@ class TaskSampler:
         settings = self.curriculum.settings
         ranks = shuffled_ranks(len(scores), self.seed) if settings.control else ranks_by_angle(scores)
         width = settings.width * len(ranks)
-        exponent = -0.5 * ((ranks - self.memory.get("mean", 0.0)) / width) ** 2
+        mean: float = self.memory.get("mean", 0.0)
+        exponent: Floats = -0.5 * ((ranks - mean) / width) ** 2
         # Up to a factor that is the same for all, so that far from the mean not all of them underflow.
         return np.asarray(np.exp(exponent - exponent.max()))
 

@@ -96,7 +96,7 @@ class LoopState(ExportableState):
         Raises:
             CheckpointError: of another kind of run.
         """
-        own = state.stateful_callbacks.pop(cls.__name__, None)
+        own = vars(state)["stateful_callbacks"].pop(cls.__name__, None)  # a dictionary, annotated as a list
         if not isinstance(own, dict):
             raise CheckpointError(f"{folder}: not a checkpoint of an online run.")
         return cls.from_json(own)

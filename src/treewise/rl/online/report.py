@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from treewise.base.progress import busy_with, listeners, tell_progress
 from treewise.engine.prepared import StepOutput
@@ -239,16 +239,22 @@ class PrintedLine(TrainerCallback):
         self.write = write
         self._began, self._first = 0.0, 0
 
-    def on_train_begin(self, _args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002 - names that transformers dictates
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
         self._began, self._first = time.monotonic(), state.global_step
 
     def on_log(
         self,
-        _args: TrainingArguments,
+        args: TrainingArguments,  # noqa: ARG002
         state: TrainerState,
-        *_: object,
+        control: TrainerControl,  # noqa: ARG002
         logs: dict[str, float] | None = None,
-        **__: object,
+        **kwargs: Any,  # noqa: ARG002
     ) -> None:
         if logs and "iteration" in logs:
             done = state.global_step - self._first

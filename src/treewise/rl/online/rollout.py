@@ -154,7 +154,6 @@ class Continuation:
     ) -> None:
         self.branch, self.conversation, self.seed = branch, conversation, seed
         self.num_drawn = self.num_chosen = 0
-        self.is_finished = False
         self._limits = limits
         self._finish: str | None = None
         self._tree = tree
@@ -186,15 +185,12 @@ class Continuation:
         """Takes in what was waited for."""
         self.wait = None
         if self.refused is not None:
-            self.is_finished = True
-        elif self._reason is not None:
+            return
+        if self._reason is not None:
             observation, finish = self.conversation.answered(self._reason)
             is_too_long = len(self.conversation.token_ids) > self._limits.max_length
             self._observe([] if is_too_long else observation)
-            in_loop, in_segment = self._room()
-            if finish is None and in_loop <= 0:
-                finish = "length"
-            self._finish, self.is_finished = finish, finish is not None or in_segment <= 0
+            self._finish = "length" if finish is None and self._room()[0] <= 0 else finish
         elif self._chosen is not None:  # stands in front of what is sampled; where it ends the turn, nothing is
             self.num_chosen = 1
             is_stop = int(self._chosen.token_ids[0]) in self._limits.stop_ids
@@ -226,12 +222,16 @@ class Continuation:
     def _end_part(self, reason: str) -> None:
         in_loop, in_segment = self._room()
         if reason == "length" and in_segment <= 0 < in_loop:
-            self.is_finished = True
-            return
+            return  # the turn goes on in another node
         self._num_turns += 1
         self._reason, self.wait = reason, self.conversation.end_turn(reason)
         if self.wait is None:
             self.go_on()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more is sampled for it: it was refused, its rollout has ended, or its segment is full."""
+        return self.refused is not None or self.has_ended or self._room()[1] <= 0
 
     @property
     def has_ended(self) -> bool:

@@ -152,7 +152,7 @@ def _texts(run: RunState) -> dict[str, str]:
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
     texts = {random_file(ranks.own()): json.dumps(to_plain(generators))}
-    states = run.loop.stateful_callbacks
+    states: dict[str, Any] = vars(run.loop)["stateful_callbacks"]  # a dictionary, annotated as a list
     for exporter in run.exporters:
         if isinstance(exporter, ExportableState):
             name = type(exporter).__name__

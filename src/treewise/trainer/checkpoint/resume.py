@@ -100,8 +100,8 @@ def _check_settings(checkpoint: Path, args: SavedSettings) -> list[str]:
     Raises:
         CheckpointError: settings that cannot change in the middle of a run; names all of them.
     """
-    then = json.loads((checkpoint / ARGUMENTS).read_text(encoding="utf-8"))
-    now = json.loads(json.dumps(args.to_dict(), default=str))
+    then: dict[str, object] = json.loads((checkpoint / ARGUMENTS).read_text(encoding="utf-8"))
+    now: dict[str, object] = json.loads(json.dumps(args.to_dict(), default=str))
     names = [name for name in now if name in then and name not in _UNIMPORTANT]
     changes = {name: (then[name], now[name]) for name in names if then[name] != now[name]}
     reasons = {name: _OPTIMIZER for name in _OF_OPTIMIZERS if name in changes}
@@ -163,7 +163,7 @@ def _load_schedule(folder: Path, scheduler: LRScheduler, optimizer: Optimizer) -
             f"lr_scheduler_type: {saved['kind']} -> {kind}: the saved state does not fit another schedule. "
             "Resume with the former, or start a new run from the checkpoint's weights."
         )
-    own = list(getattr(scheduler, "base_lrs", ()))
+    own: list[float] = list(getattr(scheduler, "base_lrs", ()))
     if isinstance(scheduler, LambdaLR):
         rates = [base * rule(state["last_epoch"]) for base, rule in zip(own, scheduler.lr_lambdas, strict=True)]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

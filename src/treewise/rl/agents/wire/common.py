@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from treewise.data.io.field_checks import shown
 from treewise.errors import did_you_mean
 from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
 
+T = TypeVar("T")
 TextOf = Callable[[Sequence[int]], str]
 _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ERRORS |= dict.fromkeys((405, 410, 415), "invalid_request_error")
@@ -30,7 +31,13 @@ class Fields:
         self._known: list[str] = []
         self.ignored: list[str] = []
 
-    def take(self, name: str, *kinds: type, default: Any = None) -> Any:
+    @overload
+    def take(self, name: str) -> object: ...
+    @overload
+    def take(self, name: str, *kinds: type[T]) -> T | None: ...
+    @overload
+    def take(self, name: str, *kinds: type[T], default: T) -> T: ...
+    def take(self, name: str, *kinds: type, default: object = None) -> object:
         """A field of one of some types; `default` where it is missing or null."""
         self._known.append(name)
         if name not in self._left:
@@ -44,16 +51,20 @@ class Fields:
             )
         return value
 
-    def need(self, name: str, *kinds: type) -> Any:
+    @overload
+    def need(self, name: str) -> object: ...
+    @overload
+    def need(self, name: str, *kinds: type[T]) -> T: ...
+    def need(self, name: str, *kinds: type) -> object:
         """A field that has to be there."""
-        value = self.take(name, *kinds)
+        value: object = self.take(name, *kinds)
         if value is None:
             raise RefusedError(f"{self._location}{name} is missing.", param=self._param(name))
         return value
 
     def count(self, name: str) -> int | None:
         """A whole number of at least 1; None where it is missing."""
-        value: int | None = self.take(name, int)
+        value = self.take(name, int)
         if value is not None and value < 1:
             raise RefusedError(f"{self._location}{name} is {value}; it must be at least 1.", param=self._param(name))
         return value
@@ -108,11 +119,13 @@ def function_tool(value: object, location: str) -> dict[str, Any]:
     kind = fields.take("type", str, default="function")
     if kind != "function":
         raise RefusedError(f"{location}: tools of type {kind!r} are not served, only functions.", param=location)
-    inner = Fields(fields.take("function", dict), f"{location}.function") if "function" in value else fields  # type: ignore[operator]
-    function = {"name": inner.need("name", str)}
-    for name, kinds in (("description", str), ("parameters", dict)):
-        if (given := inner.take(name, kinds)) is not None:
-            function[name] = given
+    has_inner = isinstance(value, dict) and "function" in value
+    inner = Fields(fields.take("function", dict), f"{location}.function") if has_inner else fields
+    function: dict[str, object] = {"name": inner.need("name", str)}
+    if (text := inner.take("description", str)) is not None:
+        function["description"] = text
+    if (parameters := inner.take("parameters", dict)) is not None:
+        function["parameters"] = parameters
     for part in (inner, fields):
         part.ignore("strict", "cache_control", "defer_loading")
         part.done()
@@ -129,8 +142,8 @@ def output_schema(value: object, location: str) -> dict[str, Any] | None:
     elif kind == "json_object":
         found = {"type": "object"}
     elif kind == "json_schema":
-        inner = fields.take("json_schema", dict)
-        inner = fields if inner is None else Fields(inner, f"{location}.json_schema")
+        given = fields.take("json_schema", dict)
+        inner = fields if given is None else Fields(given, f"{location}.json_schema")
         found = inner.need("schema", dict)
         for part in (inner, fields):
             part.ignore("name", "description", "strict")

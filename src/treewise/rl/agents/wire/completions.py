@@ -44,7 +44,7 @@ def read(body: object) -> list[AgentRequest]:
     return [AgentRequest(prompt=prompt, **common) for prompt in prompts]
 
 
-def _prompts(value: str | list[Any]) -> list[str | tuple[int, ...]]:
+def _prompts(value: Sequence[Any]) -> list[str | tuple[int, ...]]:
     def is_ids(item: object) -> bool:
         return isinstance(item, list) and all(type(token) is int and 0 <= token <= MAX_ID for token in item)
 

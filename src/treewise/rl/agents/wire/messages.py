@@ -89,7 +89,7 @@ def _tool(value: object, location: str) -> dict[str, Any]:
         raise RefusedError(
             f"{location}: tools of type {kind!r} are not served, only those with an input_schema.", param="tools"
         )
-    function = {"name": fields.need("name", str)}
+    function: dict[str, object] = {"name": fields.need("name", str)}
     if (text := fields.take("description", str)) is not None:
         function["description"] = text
     function["parameters"] = fields.need("input_schema", dict)

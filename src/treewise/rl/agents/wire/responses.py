@@ -92,7 +92,7 @@ def read(body: object, template: str = "") -> AgentRequest:
     return asked
 
 
-def _messages(items: str | list[Any]) -> list[Message]:
+def _messages(items: Sequence[Any]) -> list[Message]:
     """Messages of items: reasoning, text and calls of the model that follow one another are one turn."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
