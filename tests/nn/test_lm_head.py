@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from treewise.nn import edge_values as of_values
 from treewise.nn import lm_head
 from treewise.nn.held_logits import hold_logits
-from treewise.nn.lm_head import OUTPUTS, Head, edge_loss, edge_values
+from treewise.nn.lm_head import OUTPUTS, Head, LowRank, edge_loss, edge_values
 from treewise.nn.module_head import ModuleHead
 
 
@@ -224,6 +224,44 @@ def test_a_collecting_head_has_the_gradients_of_a_loss_at_once() -> None:
     wanted = -torch.log_softmax(hidden @ weight.t(), 1)[source, source % 5].sum()
     for leaf, right in zip((hidden, weight), torch.autograd.grad(wanted, [hidden, weight]), strict=True):
         torch.testing.assert_close(leaf.grad, right)
+
+
+@pytest.mark.parametrize("way", ["loss", "values", "held"])
+@pytest.mark.parametrize("trained", ["both", "low", "high"])
+def test_trained_parts_have_the_gradients_of_the_whole_weight(trained: str, way: str) -> None:
+    """Of a weight with two adapters, and of its bias; in chunks."""
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    hidden, weight, bias = leaf(6, 5), leaf(11, 5).detach(), leaf(11)
+    factors = [
+        (leaf(2, 5).requires_grad_(trained != "high"), leaf(11, 2).requires_grad_(trained != "low")) for _ in "12"
+    ]
+    parts = tuple(LowRank(low, high, scaling) for (low, high), scaling in zip(factors, (0.5, 3.0), strict=True))
+    whole = weight + sum(part.scaling * part.high @ part.low for part in parts)
+    source, target = torch.tensor([0, 1, 1, 2, 4, 5]).numpy(), torch.randint(11, (6,), generator=generator)
+    inputs = [each for each in (hidden, bias, *sum(factors, ())) if each.requires_grad]
+    wanted = edge_values(hidden, Head(whole, bias), source, target)["log_probs"].square().sum()
+    right = torch.autograd.grad(wanted, inputs, retain_graph=True)
+
+    head = Head(whole, bias, parts=parts).collecting()
+    with mock.patch.dict(lm_head.MAX_LOGITS, cpu=22):
+        if way == "loss":
+            loss, _ = edge_loss(hidden, head, source, target, lambda values, _: values["log_probs"].square().sum())
+            loss.backward()
+        elif way == "values":
+            edge_values(hidden, head, source, target)["log_probs"].square().sum().backward()
+        else:
+            rows = torch.unique(torch.from_numpy(source))
+            held = hold_logits(hidden[rows], head, np.unique(source, return_inverse=True)[1], target, ("log_probs",))
+            grads = {name: 2 * value for name, value in held.values().items()}
+            used, grad = held.backward(np.arange(6), grads, head)
+            hidden.grad = torch.zeros_like(hidden).index_add(0, rows[torch.from_numpy(used)], grad)
+    head.gradients.join()
+    for each, expected in zip(inputs, right, strict=True):
+        torch.testing.assert_close(each.grad, expected, rtol=0, atol=1e-11)
 
 
 def test_low_precision_accumulates_in_float32() -> None:

@@ -189,8 +189,9 @@ class Walk:
             self.visit(lambda _: None)
         has_gradient = False
         with ExitStack() as around:
-            if not self.has_one_root:
+            if not self.has_one_root or self.lm.collects_parts:
                 around.enter_context(self._one_head())
+            if not self.has_one_root:
                 if self.within_backward is None:  # whose hooks take gradients of one kind
                     around.enter_context(sparse_embedding_gradients(self.lm.decoder.get_input_embeddings()))
                 for guest in self.guests:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from treewise.nn.decoder import has_hooks, plain_weight
+from treewise.nn.lm_head import LowRank
 
 if TYPE_CHECKING:  # what is read of PEFT's layers
 
@@ -55,6 +57,22 @@ def weight_with_adapters(output: nn.Module) -> tuple[torch.Tensor, torch.Tensor 
         return plain_weight(output)
     base = None if has_hooks(output) else weight_with_adapters(output.get_submodule("base_layer"))
     return None if base is None else apply(output, *base)
+
+
+def trained_parts(output: nn.Module) -> tuple[LowRank, ...]:
+    """The factors of plain LoRA on a weight that is not trained itself; none where the head is anything else."""
+    if _APPLIED.get((type(output).__module__, type(output).__name__)) is not _with_lora or has_hooks(output):
+        return ()
+    layer: LoraLayer = output  # type: ignore[assignment]
+    plain = plain_weight(output.get_submodule("base_layer"))
+    if plain is None or plain[0].requires_grad or layer.merged or layer.disable_adapters:
+        return ()
+    found = [
+        LowRank(layer.lora_A[each].weight, layer.lora_B[each].weight, layer.scaling[each])
+        for each in layer.active_adapters
+        if each in layer.lora_A
+    ]
+    return () if any(isinstance(each.low, DTensor) for each in found) else tuple(found)
 
 
 def _with_lora(

@@ -99,7 +99,14 @@ class DecoderAndHead:
             scaling = self.scale, self.softcap, temperature
             head: AnyHead = features.module_head.ModuleHead(self.output, self.num_logits, *scaling)
             return head
-        return Head(*plain, self.scale, self.softcap, temperature)
+        parts = () if adapted is None else adapted.trained_parts(layer)
+        return Head(*plain, self.scale, self.softcap, temperature, parts=parts)
+
+    @property
+    def collects_parts(self) -> bool:
+        """Whether a head that collects its gradients has smaller ones: see `Head.parts`."""
+        adapted = features.adapted_head if type(self.output).__module__.startswith("peft.") else None
+        return adapted is not None and bool(adapted.trained_parts(adapted.active_module(self.output)))
 
 
 def run_decoder(

@@ -11,7 +11,7 @@ Letters: R projected rows, E edges, M model width, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -64,11 +64,22 @@ def _most(of_kinds: Mapping[str, int], tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """`scaling * high @ low`, a trained part of a head's weight whose rest is not: LoRA. low: [r, M]. high: [V, r]."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """How a model turns hidden rows into logits: `softcap * tanh(scale * (h W^T + b) / softcap) / temperature`.
 
     weight: [V, M]. bias: [V]. gradients: accumulator for the gradients of weight and bias; None: autograd accumulates.
     shard: weight and bias are this rank's rows of a vocabulary that is spread over ranks, which all call each function.
+    parts: all of the weight that is trained, where these are factors. A head that collects gradients adds up theirs, in
+    place of one as large as the vocabulary, which takes two products of that size, not three.
     """
 
     weight: torch.Tensor
@@ -78,6 +89,7 @@ class Head:
     temperature: float = 1.0
     gradients: "HeadGradients | None" = None
     shard: "VocabularyShard | None" = None
+    parts: tuple[LowRank, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -138,21 +150,46 @@ class HeadGradients:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._sums: dict[str, torch.Tensor] = {}
+        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a tensor of the head, its sum
 
-    def sum(self, name: str, wide: torch.dtype) -> torch.Tensor:
-        """The sum so far for `weight` ([V, M]) or `bias` ([V]), in dtype `wide`; the caller adds to it in place."""
-        if name not in self._sums:
-            self._sums[name] = torch.zeros_like(getattr(self._head, name), dtype=wide)
-        return self._sums[name]
+    @property
+    def parts(self) -> tuple[LowRank, ...]:
+        """Those of the head, which takes no gradient of its weight then."""
+        return self._head.parts
+
+    def weight(self, wide: torch.dtype) -> torch.Tensor:
+        """[V, M], the sum so far, in dtype `wide`; the caller adds to it in place."""
+        return self._sum(self._head.weight, wide)
+
+    def bias(self, wide: torch.dtype) -> torch.Tensor:
+        """[V], the sum so far, in dtype `wide`; the caller adds to it in place."""
+        assert self._head.bias is not None
+        return self._sum(self._head.bias, wide)
+
+    def add_to_parts(self, grad: torch.Tensor, rows: torch.Tensor) -> None:
+        """Adds the gradients of `parts`, from rows ([R, M]) and the gradient of their projections ([R, V])."""
+        kind = rows.device.type
+        with torch.autocast(kind, enabled=False) if autocast_dtype(kind) else nullcontext():
+            rows = rows.to(grad.dtype)
+            for part in self.parts:
+                low, high = part.low.detach().to(grad.dtype), part.high.detach().to(grad.dtype)
+                if part.high.requires_grad:
+                    self._sum(part.high, grad.dtype).addmm_(grad.t(), rows @ low.t(), alpha=part.scaling)
+                if part.low.requires_grad:
+                    back = (padded(grad) @ high)[: len(grad)]
+                    self._sum(part.low, grad.dtype).addmm_(back.t(), rows, alpha=part.scaling)
 
     def join(self) -> None:
         """Adds everything to the gradients of the parameters behind the head."""
-        tensors = [getattr(self._head, name) for name in self._sums]
-        if tensors:
-            grads = [total.to(each.dtype) for each, total in zip(tensors, self._sums.values(), strict=True)]
-            torch.autograd.backward(tensors, grads)
+        sums = [*self._sums.values()]
         self._sums.clear()
+        if sums:
+            torch.autograd.backward([each for each, _ in sums], [total.to(each.dtype) for each, total in sums])
+
+    def _sum(self, tensor: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        if id(tensor) not in self._sums:
+            self._sums[id(tensor)] = tensor, torch.zeros_like(tensor, dtype=wide, requires_grad=False)
+        return self._sums[id(tensor)][1]
 
 
 def edge_values(
@@ -332,11 +369,14 @@ class ChunkGradients:
         sums = head.gradients or HeadGradients(head)
         self._head, self._rows = head, hidden
         self.hidden = torch.empty_like(hidden) if needs[0] else None
-        self._weight = sums.sum("weight", wide) if needs[1] else None
-        self._bias = sums.sum("bias", wide) if needs[2] else None
+        self._in_parts = sums if head.gradients is not None and sums.parts else None
+        self._weight = sums.weight(wide) if needs[1] and self._in_parts is None else None
+        self._bias = sums.bias(wide) if needs[2] else None
 
     def add(self, grad: torch.Tensor, cast_weight: torch.Tensor, start: int, end: int) -> None:
         """Of the rows `start:end`, from the gradient of their projections ([R, V])."""
+        if self._in_parts is not None:
+            self._in_parts.add_to_parts(grad, self._rows[start:end])
         grad = grad.to(self._rows.dtype)
         if self.hidden is not None:
             self.hidden[start:end] = (padded(grad) @ cast_weight)[: len(grad)]
