@@ -16,6 +16,7 @@ from treewise.cli.config import RunConfig, parse_flags, read_config
 from treewise.cli.launch.settings import LaunchSettings, Scheduler
 from treewise.cli.values import read_file
 from treewise.errors import ConfigError, num
+from treewise.rl.samplers.by_name import entry_of
 
 LOGS = "logs"  # a folder in that of the run
 MOUNTED = "/launch/run.yaml"  # the configuration in a pod
@@ -185,6 +186,7 @@ def check_ranks(config: RunConfig, settings: LaunchSettings) -> None:
 def _sampling(config: RunConfig, settings: LaunchSettings) -> tuple[str, ...]:
     """Words that hand the servers over. Raises `ConfigError` where the run and its servers do not fit one another."""
     sampler = str(config.more.get("sampler") or "transformers")
+    is_on_servers = entry_of(sampler).is_on_servers
     given = config.more.get("sampler_settings") or {}
     address = given.get("base_url")
     if settings.server_nodes and "tasks" not in config.more:
@@ -192,7 +194,7 @@ def _sampling(config: RunConfig, settings: LaunchSettings) -> tuple[str, ...]:
             f"server_nodes={settings.server_nodes}, but the run trains on recorded data and samples nothing; leave "
             "server_nodes out, or give tasks."
         )
-    if settings.server_nodes and sampler not in ("vllm", "openai"):
+    if settings.server_nodes and not is_on_servers:
         raise ConfigError(
             f"server_nodes={settings.server_nodes}, but the run samples by itself (sampler: {sampler}); give sampler: "
             "vllm, or leave server_nodes out."
@@ -202,7 +204,7 @@ def _sampling(config: RunConfig, settings: LaunchSettings) -> tuple[str, ...]:
             f"server_nodes={settings.server_nodes}, but sampler_settings.base_url names servers that are there "
             f"({address}); leave one of the two out."
         )
-    if sampler in ("vllm", "openai") and not settings.server_nodes and not address:
+    if is_on_servers and not settings.server_nodes and not address:
         raise ConfigError(
             f"the run samples on servers (sampler: {sampler}), and the job has none: give --server_nodes 1 of more "
             "--nodes, or sampler_settings.base_url."
