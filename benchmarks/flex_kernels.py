@@ -273,10 +273,10 @@ def resources(source: str, gpu: Gpu) -> dict[str, Any]:
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.compiler import ASTSource
 
-    name = re.search(r"def (triton_tem_\w+)", source)
+    name = re.search(r"^def (triton_\w+)\(", source, re.MULTILINE)
     assert name is not None
     kernel = getattr(PyCodeCache.load(source), name[1])
-    (chosen,) = kernel.configs
+    chosen = kernel.configs[0]  # a template has one; loops, where torch measures no others, take the first
     constants = kernel.triton_meta["constants"] | chosen.kwargs
     described = ASTSource(kernel.fn, kernel.triton_meta["signature"], constants, kernel.triton_meta["configs"][0])
     options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}

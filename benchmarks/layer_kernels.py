@@ -37,14 +37,18 @@ class _Scheduled(Exception):
 
 
 def counting_backend(
-    add: Callable[[list[str]], object], around: Callable[[], AbstractContextManager[object]] = nullcontext
+    add: Callable[[list[str]], object],
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    keep: Callable[[str], object] = bool,
 ) -> Callable[..., Any]:
     """A backend whose graphs give the names of their kernels to `add` whenever they run. They are made and run inside
-    of `around()`."""
+    of `around()`. keep: is given the code of each graph, once."""
 
     def of_graph(graph: Any, inputs: Any, **settings: Any) -> Callable[[list[Any]], Any]:
         with around():
-            names = kernels_of(graph, inputs, **settings)
+            code = code_of(graph, inputs, **settings)
+        names = calls_of(code)
+        keep(code)
 
         def run(given: list[Any]) -> Any:
             add(names)
@@ -63,8 +67,13 @@ def counting_backend(
     return compiled
 
 
-def kernels_of(graph: Any, inputs: Any, **settings: Any) -> list[str]:
-    """Names of the kernels that a graph of Inductor launches, in their order."""
+def calls_of(code: str) -> list[str]:
+    """Names of the kernels that the code of a graph launches, in their order."""
+    return ["".join(each) for each in CALLS.findall(code[code.index("def call(") :])] if code else []
+
+
+def code_of(graph: Any, inputs: Any, **settings: Any) -> str:
+    """The code that would call the kernels of a graph of Inductor; empty for one without operations."""
     codegen = GraphLowering.codegen
 
     def stop(self: Any) -> None:
@@ -78,10 +87,7 @@ def kernels_of(graph: Any, inputs: Any, **settings: Any) -> list[str]:
             compile_fx.compile_fx_inner(_made_on_cpu(graph), _on_cpu(inputs), **settings)
         except Exception as error:  # Inductor's own, around ours
             code = _code_of(error)
-    if not code:
-        return []  # a graph without operations
-    body = code[code.index("def call(") :]
-    return ["".join(each) for each in CALLS.findall(body)]
+    return code
 
 
 @contextmanager

@@ -344,6 +344,21 @@ def test_a_server_reads_it_too_and_has_again_what_it_had(way, tmp_path, caplog):
         own.model.close()
 
 
+def test_a_server_may_compute_in_a_finer_dtype_than_the_model(tmp_path, caplog):
+    """The stand-in says float32, as a vLLM may that serves weights in bfloat16."""
+    tiny_model("llama", tie_word_embeddings=True, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    with running(StandIn(model=AutoModelForCausalLM.from_pretrained(tmp_path / "base"))) as server:
+        more = {"sampler": "vllm", "sampler_settings": {"base_url": server.url}}
+        own = Served(tmp_path / "served", model=str(tmp_path / "base"), train="full", dtype="bfloat16", **more)
+        own.run(RUN, shape=FACTS["shape"] | {"rank": 0})
+        for number in range(2):
+            step(own, RUN, 1 + 2 * number, number)
+        with caplog.at_level(logging.INFO, "treewise"):
+            assert "error" not in own.ask(RUN, 5, "save_weights", {"path": "one"})
+        assert "; by the server at" in lines_of(caplog)[-1]
+        own.model.close()
+
+
 def test_an_adapter_that_cannot_be_merged_is_saved_and_said_to_be_unread(tmp_path, caplog):
     """On a head that shares its weights with the embedding."""
     with running(StandIn()) as server:

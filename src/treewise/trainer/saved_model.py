@@ -134,8 +134,7 @@ def _compared(
     if missing:
         return {"error": f"{', '.join(missing[:3])} is not in it, and would be drawn at random.", "names_worst": False}
     found = _logprobs(saved, rows, engine.temperature)
-    dtype = next((each.dtype for each in saved.parameters() if each.is_floating_point()), torch.float32)
-    allowed = _rounding(saved, rows, found, engine.temperature, dtype)
+    allowed = _rounding(saved, rows, found, engine.temperature, _dtype_of(saved))
     other, difference = _other_dtype(saved, model), _largest(found, trained)
     how = f"log-probs of {sum(map(len, found)):,} tokens differ by {difference:.1e} at most"
     if other:
@@ -168,12 +167,17 @@ def _read_by(
     if reading.why_not:
         return f"{line}; not by {reading.by}, because {reading.why_not}", ""
     expected = [each[: len(own)] for each, own in zip(expected, reading.logprobs, strict=True)]  # of rows that it cut
-    allowed = _rounding(saved, rows, _logprobs(saved, rows, 1.0), 1.0, reading.dtype)
+    coarser = max(reading.dtype, _dtype_of(saved), key=lambda dtype: torch.finfo(dtype).eps)
+    allowed = _rounding(saved, rows, _logprobs(saved, rows, 1.0), 1.0, coarser)
     difference = _largest(reading.logprobs, expected)
     how = f"by {difference:.1e} at most"
     if not difference <= allowed:
         return line, f"as {reading.by} reads it, log-probs differ {how}, and by rounding {allowed:.1e}."
     return f"{line}; by {reading.by}, {how} (rounding: {allowed:.1e})", ""
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
 
 
 def _largest(found: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,27 @@ def test_servers_sample_from_what_they_were_given(mode: str, tmp_path: Path) -> 
                 assert len(list(folder.iterdir())) == 1  # what was handed over before is gone
         assert not folder.exists()
         assert len(one.adapters) == len(other.adapters) == (1 if mode == "adapter" else 0)
+
+
+@pytest.mark.parametrize("place", ["run/server_weights", "seen/by/servers"])
+def test_a_saved_model_is_read_where_weights_are_handed_over(place: str, tmp_path: Path) -> None:
+    """From its own folder where that is beside them, else from a copy; nothing of it is left."""
+    model, rows = trained(), [np.arange(3, 12), np.arange(5, 60)]
+    model.save_pretrained(tmp_path / "run")
+    (tmp_path / "run" / "checkpoint-1").mkdir()
+    given = str(tmp_path / place)
+    with running(StandIn()) as one, sampler_on(one, weights="reload", weights_folder=given) as sampler:
+        found = sampler.read_saved(tmp_path / "run", model, rows)
+        (asked,) = asked_of(one, "/collective_rpc")
+        read_from = Path(asked["kwargs"]["weights_path"])
+        assert (read_from == tmp_path / "run") is (place == "run/server_weights")
+        assert read_from.exists() is (place == "run/server_weights")
+    assert (found.why_not, found.dtype) == ("", torch.float32)
+    for row, own in zip(rows, found.logprobs, strict=True):
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model.eval()(input_ids=torch.tensor(row[None])).logits[0].float(), -1)
+        expected = logprobs[:-1].gather(1, torch.tensor(row[1:, None]))[:, 0].numpy()
+        np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
 def test_an_adapter_comes_onto_the_model_that_it_is_of() -> None:

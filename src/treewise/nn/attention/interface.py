@@ -15,9 +15,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils._pytree import register_constant
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typing_extensions import override
 
 from treewise.base import features
 from treewise.errors import UnsupportedModelError
@@ -48,6 +50,14 @@ class AttentionName(str):
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return AttentionName, (self.previous,)
+
+    @override
+    def startswith(self, *given: Any) -> bool:
+        """As a text's. transformers asks, and the Dynamo of torch 2.11 traces no method of C of a subclass."""
+        return NAME.startswith(*given)
+
+
+register_constant(AttentionName)  # nor, in 2.11, a look-up by one: no layer could be compiled
 
 
 class TreeContext:

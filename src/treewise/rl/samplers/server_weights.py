@@ -118,11 +118,12 @@ class Handover:
         if self.mode == "adapter":
             if not before.version:
                 self._load_base(saved, self._own_folder() / "base")
-            held = Held(0, str(folder.absolute()), f"treewise-{self._token}-saved")
+            held = Held(0, str(self._seen_by_servers(folder)), f"treewise-{self._token}-saved")
+        elif has_adapters:
+            held = Held(0, str(self._own_folder() / "saved"))
+            save_whole(saved, self._own_folder() / "saved")
         else:
-            held = Held(0, str(self._own_folder() / "saved" if has_adapters else folder.absolute()))
-        if held.adapter is None and has_adapters:
-            save_whole(saved, Path(str(held.folder)))
+            held = Held(0, str(self._seen_by_servers(folder)))
         try:
             self._load(server, held)
             yield held.adapter
@@ -132,6 +133,18 @@ class Handover:
             elif before.folder is not None:
                 self._load(server, before)
             shutil.rmtree(self._own_folder() / "saved", ignore_errors=True)
+
+    def _seen_by_servers(self, folder: Path) -> Path:
+        """A folder beside which weights are handed over, or else a copy where they are: servers may see no other."""
+        folder, own = folder.absolute(), self._own_folder()
+        if own.parent in (folder, *folder.parents):
+            return folder
+        shutil.rmtree(own / "saved", ignore_errors=True)
+        (own / "saved").mkdir()
+        for each in folder.iterdir():
+            if each.is_file():
+                shutil.copy2(each, own / "saved")
+        return own / "saved"
 
     def close(self) -> None:
         """Removes what was written."""

@@ -198,7 +198,7 @@ class ServerSampler:
                     answer = server.call(_PATH, question_of_prompt(asked, adapter or str(self.model)))
                     found.append(prompt_logprobs(answer, asked, server.url))
             dtype = getattr(torch, server.dtype() or "bfloat16")  # vLLM's own choice for most models
-        except (ConfigError, SamplerError) as error:  # adapters that cannot be merged; a server that is away
+        except (ConfigError, SamplerError, OSError) as error:  # adapters that cannot be merged, no server, a full disk
             return reading(why_not=str(error).rstrip("."))
         return reading(found, dtype)
 
