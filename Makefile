@@ -18,6 +18,7 @@
 #   make bench-all     every other script in benchmarks/
 #   make proof    held-out loss and success over minutes, TRL's trainers beside treewise; 40 minutes (SEED=1: another seed)
 #   make ranks    a step of 64, 256 and 1,024 ranks on fake process groups: whether it ends, what it sends and holds (RANKS="64" alone: some minutes)
+#   make faults   49 faults, one at a time: which tests see each; an hour
 #   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone; online runs against a plain loop
 #   make cluster  jobs of treewise launch on machines that are network namespaces, with a stand-in srun; as root
 #   make versions SETS="lowest newest"   a user's first day on the lowest and the newest versions that pyproject.toml admits, in environments of their own (5 GB each, one at a time)
@@ -39,7 +40,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help versions hosts clients demo rl agent-demo serve-demo test test-all quick check lint bench bench-check bench-real bench-windows bench-gpu gpu bench-all proof crossings ranks cluster docs pictures links models engines environments agents verl release format clean
+.PHONY: help versions hosts clients demo rl agent-demo serve-demo test test-all quick check lint bench bench-check bench-real bench-windows bench-gpu gpu bench-all proof crossings faults ranks cluster docs pictures links models engines environments agents verl release format clean
 
 VENV := .venv
 AGENTS := .venv-agents
@@ -162,6 +163,11 @@ proof: $(VENV)/.dev $(VENV)/.demo
 
 crossings: $(VENV)/.dev
 	$(BIN)/python -m tests.crossings --minutes $(MINUTES) --seed $(SEED)
+
+# As in: make faults FAULTS_ARGS="--only engine/step.py tree/forest.py", which writes no report.
+FAULTS_ARGS ?=
+faults: $(VENV)/.dev
+	$(BIN)/python -m tests.faults $(FAULTS_ARGS)
 
 RANKS ?= 64 256 1024
 ranks: $(VENV)/.dev

@@ -27,6 +27,11 @@ def test_its_errors_are_raised_as_they_are(work):
         work(fails)
 
 
+def test_an_error_of_another_process_that_is_not_ours_names_it():
+    with pytest.raises(RuntimeError, match="rank 1: ZeroDivisionError: integer"):
+        ranks._unpack([ranks._outcome(lambda: 7), ranks._outcome(lambda: 1 // 0)])
+
+
 def test_an_error_of_the_system_on_another_process_keeps_its_number_and_file(monkeypatch):
     def gather(outcomes, own, group=None):
         outcomes[:] = own, ranks._outcome(open_full)

@@ -53,6 +53,23 @@ def test_a_step_that_runs_out_of_memory_runs_again_with_the_same_result(rollouts
     assert "the same step again" in caplog.text
 
 
+def test_what_was_added_before_memory_ran_out_is_dropped(rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, has_failed = tiny_model(), step.run_decoder, []
+    _, _, expected = flat_sft(model, rollouts)
+    model.zero_grad(set_to_none=True)
+
+    def once(*args, **kwargs):
+        if not has_failed and model.model.norm.weight.grad is not None:
+            has_failed.append(True)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: no.")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(step, "run_decoder", once)
+    TreeEngine(model, 24, check=False).step(Forest.from_trajectories(rollouts))
+    assert has_failed
+    assert gradient_error(gradients_of(model), expected) < expected.tolerance
+
+
 def test_auto_keeps_the_gradients_of_earlier_calls(rollouts, memory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CALIBRATION_TOKENS, "cpu", (8, 16))
     model = tiny_model()

@@ -45,6 +45,9 @@ def test_they_are_counted_once_for_each_configuration(tmp_path, cache, monkeypat
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     assert load_costs(name).linear < first.linear
     assert len(built) == 3
+    monkeypatch.setattr(module, "version", lambda package: f"another {package}")
+    assert load_costs(name).linear < first.linear
+    assert len(built) == 4
 
 
 def test_damaged_costs_are_counted_again_with_a_line(tmp_path, cache, monkeypatch, caplog) -> None:

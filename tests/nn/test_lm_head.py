@@ -16,7 +16,7 @@ from treewise.nn.lm_head import OUTPUTS, Head, LowRank, edge_loss, edge_values
 from treewise.nn.module_head import ModuleHead
 
 
-@settings(max_examples=60)
+@settings(max_examples=5 * settings().max_examples)
 @given(
     seed=st.integers(0, 2**31),
     num_rows=st.integers(1, 7),
@@ -89,7 +89,7 @@ def test_values_and_gradients(
         torch.testing.assert_close(zero if one is None else one, zero if other is None else other, rtol=0, atol=1e-10)
 
 
-@settings(max_examples=40)
+@settings(max_examples=4 * settings().max_examples)
 @given(
     seed=st.integers(0, 2**31),
     max_logits=st.sampled_from([1, 22, 1000]),
@@ -289,6 +289,7 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.representatives("1-1-False", "3-1-True", "6-2-False", "10-2-True")
 @pytest.mark.parametrize("is_module", [False, True])
 @pytest.mark.parametrize(("num_rows", "num_threads"), [(1, 1), (2, 1), (3, 1), (5, 2), (6, 2), (7, 2), (10, 2)])
 def test_gradients_of_a_few_rows_are_as_accurate_as_those_of_many(

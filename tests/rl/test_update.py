@@ -79,6 +79,8 @@ def test_groups_without_variance_are_left_out_on_demand():
     assert credited(trees, GRPO()).num_dropped == 0
     update = credited(trees, GRPO(), drop_flat_groups=True)
     assert (update.num_dropped, [each[0].group for each in update.trees]) == (2, ["g"])
+    alone = credited(trees, GRPO(), method="turns", settings={"baseline": "none"}, drop_flat_groups=True)
+    assert alone.num_dropped == 0  # a group of one that is compared with nothing, and learns
     text = describe(update, "grpo", "none")
     assert "rows with an advantage   2 of 2" in text
     assert "groups of one rollout    1 (left out)" in text

@@ -77,3 +77,14 @@ def test_rows_without_a_target_have_no_loss(loss, max_tokens):
     out = TreeEngine(model, max_tokens).step([forest], own)
     assert (out.loss, own.losses.any(), own.logprobs.any()) == (0.0, False, False)
     assert not any(each.grad is not None and each.grad.any() for each in model.parameters())
+
+
+def test_the_gap_to_the_sampler_is_over_targets_with_an_advantage():
+    given = {
+        "target_tokens": np.array([5, 6, 7]),
+        "logprobs": np.full(3, -1.0),
+        "advantages": np.array([1.0, 0.0, 1.0]),
+    }
+    loss = RowsLoss([make_row(np.array([1, 2, 3]), given, "importance_sampling", {})])
+    loss.logprobs[:] = -1, -9, -1
+    assert loss.sampler_gap(0) == 1

@@ -11,6 +11,7 @@ from tests.image_models import IMAGE_TOKEN, png, tiny_processor
 from treewise.data import load_trees
 from treewise.errors import NonFiniteError
 from treewise.trainer.nonfinite import write_rows
+from treewise.trainer.step import NonFiniteGuard
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
@@ -27,6 +28,14 @@ class PoisonGradient(TrainerCallback):
             return gradient * float("inf") if state.global_step + 1 in self.steps else gradient
 
         model.model.norm.weight.register_hook(poison)
+
+
+def test_only_updates_that_are_skipped_in_a_row_end_a_run(tmp_path):
+    guard = NonFiniteGuard("skip", 1, 0.0, tmp_path / "nonfinite.jsonl")
+    for step, is_finite in enumerate((False, True, False), start=1):
+        assert guard.check_step(step, 1.0, [], is_finite=is_finite) == is_finite
+    with pytest.raises(NonFiniteError, match="Skipped in a row before: 1 step"):
+        guard.check_step(4, 1.0, [], is_finite=False)
 
 
 class Snapshots(TrainerCallback):

@@ -379,5 +379,8 @@ def test_white_space_that_a_template_trims_is_nothing(write, tokenizer):
 
 
 def test_a_trajectory_beyond_max_length_is_refused_and_never_cut(write, tokenizer):
-    with pytest.raises(DataError, match=r"jsonl:1: \d+ tokens, more than max_length 5"):
-        load_trees(write({"messages": [USER, ANSWER]}), tokenizer, options=RenderOptions(max_length=5))
+    path = write({"messages": [USER, ANSWER]})
+    (row,) = only(load_trees(path, tokenizer))
+    load_trees(path, tokenizer, options=RenderOptions(max_length=len(row)))
+    with pytest.raises(DataError, match=rf"jsonl:1: {len(row)} tokens, more than max_length {len(row) - 1}"):
+        load_trees(path, tokenizer, options=RenderOptions(max_length=len(row) - 1))

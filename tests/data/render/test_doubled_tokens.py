@@ -68,6 +68,20 @@ def test_a_turn_is_trained_up_to_the_end_that_the_model_samples(name, phi):
     assert all(text.endswith(expected) for text in texts)
 
 
+def test_what_was_left_out_of_a_record_that_fails_is_not_told(phi, tmp_path):
+    long = {"messages": [{**USER, "content": "Hi " * 50}, {**ANSWER, "content": ENDS["once"]}]}
+    trees = load_trees(
+        [long, {"messages": [USER, ANSWER]}],
+        phi,
+        options={"chat_template": PHI, "max_length": 40},
+        on_bad_record="quarantine",
+        quarantine_path=tmp_path / "long.jsonl",
+        num_workers=0,
+    )
+    assert trees.report.num_records == 2
+    assert not any("end tokens" in each for each in trees.report.warnings)
+
+
 def test_what_only_the_last_turn_has_is_told(phi):
     trees = load_trees([{"messages": [USER, ANSWER]}], phi, options={"chat_template": PHI})
     assert any(

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 import treewise as tw
 from tests.engine.window.test_window import CALLS, CLOSE, flat_gradients, model_of, weighted
 from treewise.engine.window import chunks, new_window
+from treewise.engine.window.guards import Weights
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.testing.oracle import flat_logprobs, gradient_error, gradients_of
 
@@ -19,6 +20,18 @@ def no_gradient(model):
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_changed_or_replaced_are_seen():
+    model = torch.nn.Linear(2, 2)
+    weights = Weights(model)
+    assert not weights.have_changed()
+    model.weight.data = model.weight.data.clone()
+    assert weights.have_changed()
+    weights = Weights(model)
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert weights.have_changed()
 
 
 def test_memory_that_runs_out_at_the_end_takes_other_ways(monkeypatch):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.nn.attention.test_flex import CPU, DV, HKV, RULES, D, H, draw_inputs, masks
 from treewise import Forest, TreeEngine
@@ -103,7 +103,6 @@ def test_a_whole_tree_has_a_run_more_than_light_edges(drawn):
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no_sinks", "sinks"])
 @pytest.mark.parametrize("name", ["plain", "window", "chunk"])
-@settings(max_examples=10)
 @given(mask=masks())
 def test_outputs_and_gradients_are_those_of_the_reference(mask, name, has_sinks):
     inputs = draw_inputs(mask, has_sinks, torch.float64)

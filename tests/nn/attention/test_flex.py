@@ -96,7 +96,7 @@ def test_full_blocks_hide_nothing_and_no_visible_pair_is_left_out(mask, name):
     assert (partial | full)[counts > 0].all()
 
 
-@settings(max_examples=15)
+@settings(max_examples=2 * settings().max_examples)
 @given(mask=masks())
 def test_block_mask_is_the_one_that_torch_makes_pair_by_pair(mask):
     ours = block_mask(mask, RULES["plain"], CPU, BLOCKS)
@@ -134,7 +134,6 @@ def draw_inputs(mask: TreeMask, has_sinks: bool, dtype: torch.dtype, device: str
 @pytest.mark.representatives("softcap-no_sinks", "all-sinks")
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no_sinks", "sinks"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@settings(max_examples=10)
 @given(mask=masks())
 def test_outputs_and_gradients_are_those_of_the_reference(mask, rule, has_sinks):
     inputs = draw_inputs(mask, has_sinks, torch.float64)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import treewise.nn.recurrent.kinds
@@ -110,7 +110,6 @@ def small(family: str) -> Any:
 
 @pytest.mark.representatives("nemotron_h")
 @pytest.mark.parametrize("family", SMALL)
-@settings(max_examples=10)
 @given(data=st.data(), items=trajectories(vocab_size=5, max_sequences=5))
 def test_random_forests_at_random_budgets(family: str, data: st.DataObject, items: list[Trajectory]) -> None:
     model = small(family)

@@ -29,7 +29,7 @@ def test_models_without_attention_have_gateways_of_states_only() -> None:
     assert state_bytes(lm) > 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=3 * settings().max_examples)
 @given(forests_and_budgets())
 def test_most_cuts_alive(given) -> None:
     forest, budget = given
