@@ -23,6 +23,7 @@ from transformers import (
     ProcessorMixin,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     TrainerState,
 )
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
@@ -63,7 +64,6 @@ from treewise.tree.forest import Forest, forest_of
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
-    from transformers import TrainerControl
 
     from treewise.trainer.saved_model import Reader
 
@@ -104,8 +104,7 @@ class TreeTrainer(Trainer):
 
     args: TreeTrainingArguments
     model: Any  # None after a trial of hyperparameter_search
-    state: TrainerState
-    control: "TrainerControl"
+    control: TrainerControl
     optimizer: "AcceleratedOptimizer"
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler
     model_files: Sequence[str] = ()
@@ -422,11 +421,10 @@ class TreeTrainer(Trainer):
         others, engine = self.runner.ranks, self.runner.engine
         needs_others = others is not None and (others.is_spread or others.context is not None)
         if not needs_others:  # an engine of its own: a budget that was measured on this tree would stay
-            temperature = self.args.temperature
-            engine = TreeEngine(self.model, None, self.args.attention, temperature=temperature, check=False)
-        has_tree = self.train_dataset is not None or self._given_first_tree is not None
-        rows = self._first_tree().trajectories if has_tree else []
+            engine = TreeEngine(self.model, None, self.args.attention, temperature=self.args.temperature, check=False)
+        has_none = self.train_dataset is None and self._given_first_tree is None
         with self.runner.scoring(), self.accelerator.autocast() if needs_others else nullcontext():
+            rows = [] if has_none else self._first_tree().trajectories
             saved = features.verified_saves.SavedFolder(folder, readers=self.readers)
             logger.info("%s", features.verified_saves.verify_saved(saved, self.model, rows, engine))
 

@@ -21,6 +21,7 @@ from trl import (
 )
 
 import treewise
+from tests.distributed.test_mesh import fork_ranks
 from tests.integrations.trl.helpers import CHECKPOINTING, Run, assert_same_training, model_for_trl, words
 
 # PEFT and TRL still use names that transformers deprecates.
@@ -63,6 +64,7 @@ ROLLOUTS = {
 }
 # A step divides by the size of the gradient, so where that is rounding alone it would be as long as any other.
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
+ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 TWICE = {**ROLLOUTS, "num_iterations": 2}
 
 
@@ -230,3 +232,22 @@ def test_generation_goes_the_models_own_way(build, prompts):
     sharing = treewise.share_prefixes(trainer.model)
     assert torch.equal(trainer.model.generate(ids, **options), before)
     assert sharing.counts.num_calls == sharing.counts.num_left == 0
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("integrations/trl/two processes")
+@pytest.mark.parametrize("kind", ["grpo", "dpo"])
+def test_micro_batches_share_on_two_processes(build, prompts, pairs, tmp_path, kind):
+    """Under DDP, batch size 1."""
+    makes = {
+        "grpo": build(GRPOTrainer, GRPOConfig, prompts, **{**ROLLOUTS, **ONE}),
+        "dpo": build(DPOTrainer, DPOConfig, pairs, peft=lora, **ONE),
+    }
+
+    def work():
+        [sharing] = assert_same_training(makes[kind]).sharings
+        return str(sharing), sharing.counts.share_ratio
+
+    for printed, ratio in fork_ranks(2, work, tmp_path):
+        assert "one another: 3 steps so far" in printed
+        assert ratio > 1.5

@@ -25,7 +25,7 @@ from treewise.testing import tiny_model
 
 def under(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers says that it is another release."""
-    monkeypatch.setattr(releases, "version", lambda _: release)
+    monkeypatch.setattr(releases, "installed", lambda: Version(release))
 
 
 @pytest.mark.parametrize(("installed", "expected"), [("5.3.0", True), ("5.4.0.dev0", True), ("5.4.0", False)])

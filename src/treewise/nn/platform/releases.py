@@ -8,6 +8,7 @@ for, which names the release that has it. Imports nothing heavy by itself: comma
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -16,7 +17,13 @@ from packaging.version import Version
 
 def is_before(release: str) -> bool:
     """Whether the installed transformers is older than a release (`5.15`)."""
-    return Version(version("transformers")) < Version(release)
+    return installed() < Version(release)
+
+
+@cache
+def installed() -> Version:
+    """The release of transformers that is here, read from files once: it is asked for with each module of a model."""
+    return Version(version("transformers"))
 
 
 def configuration_fields(kind: Any) -> tuple[str, ...]:
