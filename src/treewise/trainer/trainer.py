@@ -422,9 +422,8 @@ class TreeTrainer(Trainer):
         needs_others = others is not None and (others.is_spread or others.context is not None)
         if not needs_others:  # an engine of its own: a budget that was measured on this tree would stay
             engine = TreeEngine(self.model, None, self.args.attention, temperature=self.args.temperature, check=False)
-        has_none = self.train_dataset is None and self._given_first_tree is None
         with self.runner.scoring(), self.accelerator.autocast() if needs_others else nullcontext():
-            rows = [] if has_none else self._first_tree().trajectories
+            rows = self._first_tree().trajectories if self.train_dataset is not None or self._given_first_tree else []
             saved = features.verified_saves.SavedFolder(folder, readers=self.readers)
             logger.info("%s", features.verified_saves.verify_saved(saved, self.model, rows, engine))
 
