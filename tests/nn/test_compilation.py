@@ -94,7 +94,7 @@ def test_a_layer_is_two_graphs_and_no_length_makes_another() -> None:
         for budget in (None, 2 + number):
             TreeEngine(model, budget, check=False).step(forest)
         counts.append(len(made))
-    assert counts == [12] * 14
+    assert counts == [8] * 14
 
 
 def test_layers_that_are_uncompiled_run_as_before() -> None:

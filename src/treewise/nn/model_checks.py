@@ -177,18 +177,23 @@ def refuse_candidates(lm: DecoderAndHead, token_ids: np.ndarray | None) -> None:
         )
 
 
+def placeholders(model: nn.Module) -> dict[str, int]:
+    """Token ids that stand for an image, a video or a sound, by their names in the model's configuration."""
+    config = base_model(model).config
+    if config.get_text_config() is config:
+        return {}
+    found = {name: getattr(config, name, None) for name in _PLACEHOLDERS}
+    return {name: token for name, token in found.items() if isinstance(token, int)}
+
+
 def refuse_placeholders(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
     """Raises if a token stands for an image, a video or a sound. token_ids: [T] integers, by tree position.
 
     Raises:
         UnsupportedModelError: with the token and its tree position.
     """
-    config = base_model(lm.model).config
-    if config.get_text_config() is config:
-        return
-    for name in _PLACEHOLDERS:
-        token = getattr(config, name, None)
-        positions = np.flatnonzero(token_ids == token) if isinstance(token, int) else np.zeros(0)
+    for name, token in placeholders(lm.model).items():
+        positions = np.flatnonzero(token_ids == token)
         if len(positions) > 0:
             raise UnsupportedModelError(
                 f"tree position {positions[0]} holds token {token}, the {name} of {type(lm.model).__name__}. "

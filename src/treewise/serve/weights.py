@@ -156,7 +156,7 @@ class ServedModel:
             [] if read_saved is None else [read_saved],
             "Nothing was saved; --verify_saves false skips this.",
         )
-        rows = saves.drawn_rows(self.vocabulary, self.max_length)
+        rows = saves.drawn_rows(self.model, self.vocabulary, self.max_length)
         # An engine of its own: a budget that was measured on these rows would stay.
         engine = TreeEngine(self.model, None, settings.attention, check=False)
         return saves.verify_saved(saved, self.model, rows, engine)

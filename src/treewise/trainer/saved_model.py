@@ -31,6 +31,7 @@ from treewise.distributed import ranks
 from treewise.distributed.divided_tensors import local_part
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, bytes_as_text
+from treewise.nn.model_checks import placeholders
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.wrapped import base_model, is_peft, num_embeddings, uncompiled, unwrap_model
 from treewise.tree.trajectory import Trajectory
@@ -102,12 +103,13 @@ def verify_saved(folder: SavedFolder, model: nn.Module, rows: Sequence[Trajector
     raise CheckpointError(f"{folder}: {found['error']}{worst} {folder.way_out}")
 
 
-def drawn_rows(vocabulary: int, longest: int | None) -> list[Trajectory]:
+def drawn_rows(model: nn.Module, vocabulary: int, longest: int | None) -> list[Trajectory]:
     """A small tree of drawn tokens, where no data are at hand: two rows with a prefix in common. longest: of a row."""
     size = min(_DRAWN_TOKENS, longest or _DRAWN_TOKENS)
     rng = np.random.default_rng(0)
-    prefix = rng.integers(0, vocabulary, size // 2)
-    return [Trajectory(np.append(prefix, rng.integers(0, vocabulary, size - size // 2))) for _ in range(_MOST_ROWS)]
+    tokens = np.setdiff1d(np.arange(vocabulary), [*placeholders(model).values()])
+    prefix = rng.choice(tokens, size // 2)
+    return [Trajectory(np.append(prefix, rng.choice(tokens, size - size // 2))) for _ in range(_MOST_ROWS)]
 
 
 def _short_texts(rows: Sequence[Trajectory]) -> list[Trajectory]:

@@ -325,7 +325,7 @@ def test_it_says_how_calls_ran(two):
     for each in two:
         assert "(FSDP2): 0 of 1 calls in several passes" in each["whole"].printed
         assert "(FSDP2): 1 of 1 calls in several passes" in each["at a budget"].printed
-        assert "share nothing with one another: several processes" in each["whole"].printed
+        assert "share nothing with one another: a window belongs to one process" in each["whole"].printed
 
 
 def test_drawn_rows_at_drawn_budgets(two):
