@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.faults import all_faults
+
 pytestmark = pytest.mark.xdist_group("test_house")
 
 ROOT = Path(__file__).parents[1]
@@ -164,6 +166,12 @@ def test_imports_and_loggers_stand_at_the_top() -> None:
             is_logger = isinstance(node, ast.Assign) and ast.unparse(node).startswith("logger = ")
             is_import = isinstance(node, ast.Import | ast.ImportFrom)
             assert not (is_below and (is_logger or is_import)), f"{own_name(path)}:{node.lineno}"
+
+
+def test_faults_fit_the_code() -> None:
+    """What `make faults` puts in takes the place of a text that stands once in its file."""
+    texts = {fault.file: (PACKAGE / fault.file).read_text(encoding="utf-8") for fault in all_faults()}
+    assert not [fault for fault in all_faults() if texts[fault.file].count(fault.before) != 1]
 
 
 def test_headings_are_whole() -> None:

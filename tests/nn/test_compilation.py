@@ -74,8 +74,7 @@ def test_no_tree_is_compiled_again_after_the_first() -> None:
 
 def test_a_layer_is_two_graphs_and_no_length_makes_another() -> None:
     """Before attention and behind it, for each kind of call (one token or more, with gradients and without, the first
-    layer and later ones), for all layers of a class and 14 drawn lengths. Five each in place of two, before torch went
-    on within the function that breaks them."""
+    layer and later ones), for all layers of a class and 14 drawn lengths."""
     made: list[object] = []
     model = tiny_model(num_hidden_layers=3)
     torch.compiler.reset()
