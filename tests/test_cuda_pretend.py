@@ -146,7 +146,7 @@ FAMILIES = (
 )
 
 
-@pytest.mark.representatives("llama4_text", "qwen3_next")
+@pytest.mark.representatives("llama4_text")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("default")
 def test_the_host_waits_once_in_a_step(family: str, pretend: PretendCuda, rollouts: list[Trajectory]) -> None:

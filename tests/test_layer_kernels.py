@@ -11,6 +11,7 @@ from treewise.nn.compilation import compile_layers, decoder_layers
 from treewise.testing import tiny_model
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_layer_launches_few_kernels(tmp_path, monkeypatch):
     """Seven products forward, fourteen backward, and twelve fused loops; uncompiled it is some 150 operations."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # of graphs whose compilation is left

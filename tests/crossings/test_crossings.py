@@ -58,13 +58,13 @@ NUM_DRAWS = 40
 
 @IMAGES
 @pytest.mark.representatives("0")
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(8))
 def test_forty_draws_are_equal_or_refused(part):
     """The first draws of seed 0 in one process; `make crossings` has the others."""
     space = crossings.training()
     space = replace(space, settings={**space.settings, "processes": ("one",), "compiled": (False,)})
     lines = []
-    size = NUM_DRAWS // 4
+    size = NUM_DRAWS // 8
     report = run(space, 0, num_draws=size, skip=part * size, log=lines.append)
     assert not report.counts["wrong"], "\n".join(lines)
     assert report.counts["equal"] >= size // 3, report

@@ -226,6 +226,7 @@ def with_adapted_routers(model, targets):
     )
 
 
+@pytest.mark.exhaustive
 @EXPERTS
 def test_compiled_layers_replay():
     model = mixture("qwen3_moe")

@@ -253,6 +253,7 @@ def replace_settings(args, **changes):
 
 
 @DYNAMO
+@pytest.mark.representatives("forward", "backward")
 @pytest.mark.parametrize("fails_in", ["nothing", "forward", "backward"])
 def test_what_cannot_be_compiled_runs_as_before_and_says_so(make_runner, forests, monkeypatch, fails_in):
     """The compiler's errors come in the probe, before a gradient of a step."""

@@ -343,6 +343,7 @@ def _forest() -> Forest:
     return Forest.from_trajectories(larger())
 
 
+@pytest.mark.representatives("0")
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_wrong_gradient_of_a_loss_on_routers_is_found(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("mixtral", vocab_size=97, router_aux_loss_coef=0.7, output_router_logits=True)

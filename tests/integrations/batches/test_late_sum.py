@@ -30,14 +30,15 @@ def adapted(model):
 
 
 CASES = {
-    "plain": {},
-    "unused parameters": {"ddp": {"find_unused_parameters": True}},
-    "views of buckets": {"ddp": {"gradient_as_bucket_view": True}},
-    "tied, zeros kept": {"model": {"tie_word_embeddings": True}, "set_to_none": False},
+    "evaluation": {"looks": True},
+    "views of buckets": {
+        "ddp": {"gradient_as_bucket_view": True},
+        "model": {"tie_word_embeddings": True},
+        "set_to_none": False,
+    },
     "adapters": {"adapt": True, "ddp": {"find_unused_parameters": True}},
     "one shares nothing": {"rows": (ROWS, APART), "ddp": {"find_unused_parameters": True}},
     "budget": {"line": {"max_tokens": 12}},
-    "evaluation": {"looks": True},
     "an error in the last forward": {"fails": True},
     "compressed": {"compresses": True, "close": 1e-2},
 }

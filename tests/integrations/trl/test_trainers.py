@@ -236,6 +236,7 @@ def test_generation_goes_the_models_own_way(build, prompts):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("integrations/trl/two processes")
+@pytest.mark.representatives("grpo")
 @pytest.mark.parametrize("kind", ["grpo", "dpo"])
 def test_micro_batches_share_on_two_processes(build, prompts, pairs, tmp_path, kind):
     """Under DDP, batch size 1."""
