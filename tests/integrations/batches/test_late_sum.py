@@ -123,6 +123,44 @@ def inside_alone():
     return str(error.value)
 
 
+def wrapped_again():
+    """Weights after a step of two trainers, one after the other, each with a DDP of its own around one model."""
+    found = []
+    for line in (True, False):
+        torch.manual_seed(0)
+        model = model_of()
+        sharing = tw.share_prefixes(model) if line else None
+        for rows in (ROWS[:4], ROWS[4:8]):
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            wrapped, optimizer = accelerator.prepare(model, optimizer)
+            for row in rows if torch.distributed.get_rank() else [*rows[2:], *rows[:1], *rows[:1]]:
+                with accelerator.accumulate(wrapped):
+                    accelerator.backward(wrapped(**collate([row])).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            accelerator.free_memory()
+        found.append({name: each.detach().clone() for name, each in model.named_parameters()})
+        if line:
+            assert "2 steps so far" in str(sharing)
+    return found
+
+
+def nothing_here():
+    """Gradients where one process has none at all: half of the other's, and nobody waits."""
+    kinds = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=kinds)
+    model, alone = model_of(), model_of()
+    tw.share_prefixes(model)
+    wrapped = accelerator.prepare(model)
+    for row in ROWS[:2]:
+        with accelerator.accumulate(wrapped):
+            loss = wrapped(**collate([row])).loss
+            accelerator.backward(loss if torch.distributed.get_rank() else loss.detach().requires_grad_())
+        (alone(**collate([row])).loss / 4).backward()
+    return [{name: each.grad for name, each in one.named_parameters()} for one in (model, alone)]
+
+
 def hooked():
     """What is printed where a hook on a gradient would run on a part of it."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -142,6 +180,7 @@ def two(tmp_path_factory):
     def work():
         found = {name: (steps(case, True), steps(case, False)) for name, case in CASES.items()}
         found["Trainer"] = trained(folder, True), trained(folder, False)
+        found["wrapped again"], found["nothing here"] = wrapped_again(), nothing_here()
         found["inside alone"] = inside_alone()
         found["own loop"] = own_loop(line=True), own_loop(line=False)
         return {**found, "hooks": hooked()}
@@ -167,6 +206,16 @@ def test_a_loop_of_ones_own(two):
     for (found, ratio), (expected, _) in (each["own loop"] for each in two):
         assert gradient_error(found, expected) < CLOSE
         assert ratio > 1.5
+
+
+def test_a_model_that_is_wrapped_again(two):
+    for found, expected in (each["wrapped again"] for each in two):
+        assert gradient_error(found, expected) < CLOSE
+
+
+def test_a_process_without_gradients_meets_the_others(two):
+    for found, expected in (each["nothing here"] for each in two):
+        assert gradient_error(found, expected) < CLOSE
 
 
 def test_a_window_that_knows_no_ddp_refuses_its_calls(two):

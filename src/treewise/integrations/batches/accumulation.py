@@ -70,17 +70,22 @@ class AccumulationWindow:
         return self._is_ready() and (more_follow() or self._calls.num_flat_tokens > 0)
 
     def _is_ready(self) -> bool:
-        """Whether a window may open; of several processes, under a DDP that adds up late. The first call shows it."""
-        if self._window is None or ranks.count() == 1 or self._late_sum is not None:
+        """Whether a window may open; of several processes, in a forward of a DDP that can add up late."""
+        if self._window is None or ranks.count() == 1:
             return self._window is not None
         parallel = active()
         if parallel is None or not self._is_inside(parallel):
-            self.why_off = "several processes, and a forward outside of DDP's"
+            if self._late_sum is None:
+                self.why_off = "several processes, and a forward outside of DDP's"
             return False
-        self.why_off = why_not(parallel)
-        if self.why_off is None:
-            self._late_sum = LateSum(parallel, lambda: self._is_open)
-        return self.why_off is None
+        if self._late_sum is not None and self._late_sum.parallel is not parallel:  # a second trainer wraps it anew
+            self._late_sum.remove()
+            self._late_sum = None
+        if self._late_sum is None:
+            self.why_off = why_not(parallel)
+            if self.why_off is None:
+                self._late_sum = LateSum(parallel, lambda: self._is_open)
+        return self._late_sum is not None
 
     @property
     def _is_open(self) -> bool:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from treewise.base.shapes import Context
@@ -54,16 +54,16 @@ class LateSum:
             return
         self._is_owed = False
         parallel = self.parallel
-        trained = [each for each in summed_parameters(parallel) if each.requires_grad]
-        if not parallel.find_unused_parameters:  # then DDP waits for each of them
-            for each in trained:
-                each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+        named = parallel.module.named_parameters()
+        trained = [each for name, each in named if each.requires_grad and name not in parallel.parameters_to_ignore]
         box = {index: each.grad for index, each in enumerate(trained) if each.grad is not None}
+        # DDP waits for all of them; where some may be unused, for one, or else the others wait for this process.
+        num_awaited = int(not box) if parallel.find_unused_parameters else len(trained)
+        for index in range(num_awaited):
+            if index not in box:
+                box[index] = torch.zeros_like(trained[index])
         with torch.enable_grad():
-            parts = [_Given.apply(trained[index], box, index) for index in box]
-            if not parts:  # nor is anything here for others
-                parts = [trained[0].new_zeros((), requires_grad=True)]
-            total = torch.stack(parts).sum()
+            total = torch.stack([_Given.apply(trained[index], box, index) for index in box]).sum()
         for each in trained:
             each.grad = None
         parallel.reducer.prepare_for_backward([total] if parallel.find_unused_parameters else [])
@@ -110,11 +110,6 @@ def refuse_early_sum() -> None:
             "DDP would add gradients up after this call's backward, and those of a window come at its end. Give "
             "share_prefixes the model with DDP around it, or call it within `model.no_sync()`."
         )
-
-
-def summed_parameters(parallel: DistributedDataParallel) -> list[nn.Parameter]:
-    """Those that DDP adds up."""
-    return [each for name, each in parallel.module.named_parameters() if name not in parallel.parameters_to_ignore]
 
 
 class _Given(torch.autograd.Function):
