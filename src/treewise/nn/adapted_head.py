@@ -67,12 +67,21 @@ def trained_parts(output: nn.Module) -> tuple[LowRank, ...]:
     plain = plain_weight(output.get_submodule("base_layer"))
     if plain is None or plain[0].requires_grad or layer.merged or layer.disable_adapters:
         return ()
-    found = [
-        LowRank(layer.lora_A[each].weight, layer.lora_B[each].weight, layer.scaling[each])
-        for each in layer.active_adapters
-        if each in layer.lora_A
-    ]
-    return () if any(isinstance(each.low, DTensor) for each in found) else tuple(found)
+    found = _factors(layer) or ()
+    return () if any(isinstance(each.low, DTensor) for each in found) else found
+
+
+def _factors(output: "LoraLayer") -> tuple[LowRank, ...] | None:
+    """Those of the active adapters; None for variants of LoRA, which add more."""
+    found = []
+    for adapter in output.active_adapters:
+        if adapter not in output.lora_A:
+            continue
+        low, high = output.lora_A[adapter], output.lora_B[adapter]
+        if adapter in output.lora_variant or getattr(high, "bias", None) is not None:
+            return None
+        found.append(LowRank(low.weight, high.weight, output.scaling[adapter]))
+    return tuple(found)
 
 
 def _with_lora(
@@ -83,13 +92,11 @@ def _with_lora(
         return None if output.disable_adapters else (weight, bias)  # its forward takes merged adapters out again
     if output.disable_adapters:
         return weight, bias
-    for adapter in output.active_adapters:
-        if adapter not in output.lora_A:
-            continue
-        low, high = output.lora_A[adapter], output.lora_B[adapter]
-        if adapter in output.lora_variant or getattr(high, "bias", None) is not None:
-            return None
-        weight = weight + (high.weight @ low.weight).to(weight.dtype) * output.scaling[adapter]
+    factors = _factors(output)
+    if factors is None:
+        return None
+    for each in factors:
+        weight = weight + (each.high @ each.low).to(weight.dtype) * each.scaling
     return weight, bias
 
 

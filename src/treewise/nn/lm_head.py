@@ -369,8 +369,9 @@ class ChunkGradients:
         sums = head.gradients or HeadGradients(head)
         self._head, self._rows = head, hidden
         self.hidden = torch.empty_like(hidden) if needs[0] else None
-        self._in_parts = sums if head.gradients is not None and sums.parts else None
-        self._weight = sums.weight(wide) if needs[1] and self._in_parts is None else None
+        is_in_parts = head.gradients is not None and bool(sums.parts)
+        self._in_parts = sums if needs[1] and is_in_parts else None
+        self._weight = sums.weight(wide) if needs[1] and not is_in_parts else None
         self._bias = sums.bias(wide) if needs[2] else None
 
     def add(self, grad: torch.Tensor, cast_weight: torch.Tensor, start: int, end: int) -> None:
