@@ -48,6 +48,7 @@ ADAPTERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "rslora": ("LoraConfig", {"r": 4, "target_modules": "all-linear", "use_rslora": True, "lora_bias": False}),
     "lora_one_layer": ("LoraConfig", {"r": 4, "target_modules": "LINEAR", "layers_to_transform": [1]}),
     "lora_head": ("LoraConfig", {"r": 4, "target_modules": "all-linear", "modules_to_save": ["HEAD"]}),
+    "lora_of_head": ("LoraConfig", {"r": 4, "target_modules": ["HEAD"]}),
     "lora_embedding": ("LoraConfig", {"r": 4, "target_modules": "LINEAR", "modules_to_save": ["EMBEDDING"]}),
     "lora_tokens": ("LoraConfig", {"r": 4, "target_modules": "LINEAR", "trainable_token_indices": [5, 9]}),
     "lora_dropout": ("LoraConfig", {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}),
