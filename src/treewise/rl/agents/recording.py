@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from treewise.rl.agents.rows import AgentRow, Streams, TurnFacts
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.recorder.chat_tokens import ChatTokens, Turn, Written
 from treewise.rl.recorder.reader import ReplyReader
+from treewise.rl.row_parts import RowPart, row_streams, written_part
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 
@@ -87,8 +88,7 @@ class RecordedCall:
     repeat: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedPart:
+class RecordedPart(NamedTuple):
     """A part of a path. choice: whose turn it is, from its first id on; None for what was written."""
 
     token_ids: np.ndarray
@@ -384,42 +384,50 @@ class Recording:
             return rows, account
 
     def _row(self, parts: Sequence[RecordedPart], trained: set[int]) -> AgentRow:
-        at, turns = 0, list[TurnFacts]()
-        ids, weights, draws, versions = list[int](), list[int](), list[int](), list[int]()
-        logprobs = list[float]()
-        experts: np.ndarray | None = None  # of each token, by the forward that was first given it
-        for part in parts:
-            size, choice = len(part.token_ids), part.choice
+        at, turns, of_parts = 0, list[TurnFacts](), list[RowPart]()
+        for ids, choice in parts:
+            end = at + len(ids)
             is_new = (
                 choice is not None
-                and size == len(choice.turn.token_ids)
+                and len(ids) == len(choice.turn.token_ids)
                 and id(choice) not in trained
                 and choice.call.is_trained
             )
-            own = np.zeros(size, dtype=bool) if choice is None else choice.is_sampled[:size]
-            ids += part.token_ids.tolist()
-            weights += (own & is_new).astype(int).tolist()
-            logprobs += [0.0] * size if choice is None else np.where(own, choice.logprobs[:size], 0.0).tolist()
-            draws += np.where(own, -1 if choice is None else choice.number, -1).tolist()
-            version = None if choice is None else choice.version
-            versions += np.where(own, -1 if version is None else version, -1).tolist()
+            of_parts.append(written_part(ids) if choice is None else _row_part(choice, len(ids), is_new=is_new))
             if choice is not None and is_new:
                 trained.add(id(choice))
-                turns.append(_turn_facts(choice, at, at + size))
-            at += size
-            if choice is not None and choice.routed_experts is not None:
-                experts = features.routes.filled(experts, choice.routed_experts, at)
-        row: Streams = {"token_ids": ids, "loss_weights": weights, "sampler_logprobs": logprobs, "draws": draws}
-        if max(versions) >= 0:
-            row["policy_versions"] = versions
-        if experts is not None:
-            row["routed_experts"] = features.encoded_arrays.encoded(experts)
+                turns.append(_turn_facts(choice, at, end))
+            at = end
+        streams = row_streams(of_parts)
+        row: Streams = {
+            "token_ids": streams["token_ids"].tolist(),
+            "loss_weights": streams["loss_weights"].astype(int).tolist(),
+            "sampler_logprobs": streams["sampler_logprobs"].tolist(),
+            "draws": streams["draws"].tolist(),
+        }
+        if "policy_versions" in streams:
+            row["policy_versions"] = streams["policy_versions"].tolist()
+        if "routed_experts" in streams:
+            row["routed_experts"] = features.encoded_arrays.encoded(streams["routed_experts"])
         if any("reward" in turn for turn in turns):
-            rewards = row["token_rewards"] = [0.0] * len(ids)
+            rewards = row["token_rewards"] = [0.0] * at
             for turn in turns:
-                trained_here = np.flatnonzero(weights[turn["start"] : turn["end"]])
+                trained_here = np.flatnonzero(row["loss_weights"][turn["start"] : turn["end"]])
                 rewards[turn["start"] + int(trained_here[-1])] = turn.get("reward", 0.0)
         return {**row, "turns": turns}
+
+
+def _row_part(choice: RecordedTurn, size: int, *, is_new: bool) -> RowPart:
+    """The first ids of a turn. is_new: no row before holds the turn, and it is trained."""
+    own = choice.is_sampled[:size]
+    return RowPart(
+        choice.turn.token_ids[:size],
+        own & is_new,
+        np.where(own, choice.logprobs[:size], 0.0),
+        np.where(own, choice.number, -1),
+        None if choice.version is None else np.where(own, choice.version, -1),
+        choice.routed_experts,
+    )
 
 
 def written_for(chat: ChatTokens, asked: AgentRequest) -> Written:

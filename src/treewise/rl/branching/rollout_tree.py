@@ -7,15 +7,15 @@ it (and the observations between them), and nothing that was sampled stands in t
 Letters: n own tokens of a node, k candidates, P nodes.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from treewise.base import features
 from treewise.errors import DataError
+from treewise.rl.row_parts import RowPart, row_streams, written_part
 from treewise.tree.trajectory import Trajectory
 
 PROMPT = -1  # the parent of a rollout's first node
@@ -264,38 +264,28 @@ class RolloutTree:
         Raises:
             DataError: a rollout without any generated token.
         """
-        rows = []
-        has_routes = any(node.routed_experts is not None for node in self._nodes)
-        context = np.zeros(len(self.prompt_ids))
-        for leaf in self.rewarded_leaves:
-            parts = self.path_parts(leaf)
-            draws = [np.full(part.end, part.node) for part in parts]
-            has_versions = all(self._nodes[part.node].versions is not None for part in parts)
-            versions = np.concatenate([context - 1, self.path(leaf, "versions")]) if has_versions else None
-            rows.append(
-                Trajectory(
-                    self.prefix_ids(leaf),
-                    np.concatenate([context, self.path(leaf, "is_sampled")]),
-                    sampler_logprobs=np.concatenate([context, self.path(leaf, "logprobs")]),
-                    draws=np.concatenate([context - 1, *draws]),
-                    policy_versions=versions,
-                    routed_experts=self._routes(leaf) if has_routes else None,
-                    group=self.group,
-                    reward=self._nodes[leaf].reward,
-                    rollout=leaf,
-                    source=f"{source}:{leaf}" if source else f"rollout {leaf} of task {self.group}",
-                )
+        return [
+            Trajectory(
+                **row_streams([written_part(self.prompt_ids), *self._row_parts(leaf)]),
+                group=self.group,
+                reward=self._nodes[leaf].reward,
+                rollout=leaf,
+                source=f"{source}:{leaf}" if source else f"rollout {leaf} of task {self.group}",
             )
-        return rows
+            for leaf in self.rewarded_leaves
+        ]
 
-    def _routes(self, leaf: int) -> np.ndarray | None:
-        """[tokens of a row, L, k] int16; what computed a token first is what it was sampled with."""
-        filled, routes, end = features.routes.filled, None, len(self.prompt_ids)
-        length = len(self.prefix_ids(leaf))
-        for part in self.path_parts(leaf):
-            end, recorded = end + part.end, self._nodes[part.node].routed_experts
-            routes = filled(routes, None if recorded is None else recorded[:end], length)
-        return routes
+    def _row_parts(self, leaf: int) -> Iterator[RowPart]:
+        for index, end in self.path_parts(leaf):
+            node = self._nodes[index]
+            yield RowPart(
+                node.token_ids[:end],
+                node.is_sampled[:end],
+                node.logprobs[:end],
+                np.full(end, index),
+                None if node.versions is None else node.versions[:end],
+                node.routed_experts,
+            )
 
     def account(self, rows: Sequence[Trajectory]) -> dict[str, int]:
         """Where generated tokens went, from the rows themselves (aligned with `rewarded_leaves`); every token counts
