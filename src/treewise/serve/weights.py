@@ -30,7 +30,7 @@ from treewise.nn.model import split_model
 from treewise.nn.model_checks import num_positions
 from treewise.nn.vision import image_token_of
 from treewise.nn.wrapped import num_embeddings
-from treewise.rl.recorder import end_ids
+from treewise.rl.recorder.ends import end_ids
 from treewise.rl.samplers import Sampler, sampler_named
 from treewise.rl.samplers.by_name import entry_of
 from treewise.serve.adapter_slots import OwnedWeights, Shape, Slots

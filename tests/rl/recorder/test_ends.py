@@ -16,8 +16,8 @@ from treewise.rl.agents.record import loaded
 from treewise.rl.agents.record_settings import RecordSettings
 from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.records import EVALUATIONS, rollouts_file
-from treewise.rl.recorder import end_ids
 from treewise.rl.recorder.chat_tokens import ChatTokens
+from treewise.rl.recorder.ends import end_ids
 from treewise.rl.samplers import SampleRequest, TransformersSampler
 from treewise.rl.samplers.server_answers import question
 

@@ -14,8 +14,8 @@ from treewise.data.render import chat
 from treewise.data.render.messages import clean_conversation
 from treewise.data.render.template import CHATML
 from treewise.errors import ConfigError, DataError
-from treewise.rl.recorder import Broken
 from treewise.rl.recorder.chat_tokens import ChatTokens, Turn
+from treewise.rl.recorder.families import Broken
 from treewise.rl.tasks import EnvironmentTask
 from treewise.rl.tasks.calls import Calls
 from treewise.rl.tasks.episode import start_episodes

@@ -12,8 +12,8 @@ from tests.rl.agents.helpers import ADD, CALL, TOKENIZER
 from treewise.data.render.messages import WeightedMessages
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import Template
-from treewise.rl.recorder import Parts, ReplyReader
 from treewise.rl.recorder.families import FAMILIES, calls_in
+from treewise.rl.recorder.reader import Parts, ReplyReader
 
 MISTRAL = """\
 {{- bos_token }}{%- if tools %}{{ tools | tojson }}{% endif %}{%- for m in messages %}

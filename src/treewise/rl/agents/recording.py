@@ -26,7 +26,7 @@ from treewise.rl.agents.rows import AgentRow, Streams, TurnFacts
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.recorder.chat_tokens import ChatTokens, Turn, Written
 from treewise.rl.recorder.reader import ReplyReader
-from treewise.rl.row_parts import RowPart, row_streams, written_part
+from treewise.rl.recorder.row_parts import RowPart, row_streams, written_part
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 

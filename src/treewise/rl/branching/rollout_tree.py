@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from treewise.errors import DataError
-from treewise.rl.row_parts import RowPart, row_streams, written_part
+from treewise.rl.recorder.row_parts import RowPart, row_streams, written_part
 from treewise.tree.trajectory import Trajectory
 
 PROMPT = -1  # the parent of a rollout's first node

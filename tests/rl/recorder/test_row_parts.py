@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from treewise.errors import DataError
-from treewise.rl.row_parts import RowPart, row_streams, written_part
+from treewise.rl.recorder.row_parts import RowPart, row_streams, written_part
 
 
 def sampled(ids: list[int], draw: int, **streams: np.ndarray) -> RowPart:
@@ -43,5 +43,5 @@ def test_experts_are_those_of_the_forward_that_was_given_a_token_first() -> None
     found = row_streams(parts)["routed_experts"]
     assert found[:, 0, 0].tolist() == [10, 11, 12, 23, 24, 25, 26]
     assert row_streams(parts[:3])["routed_experts"][:, 0, 0].tolist() == [10, 11, 12, -1, -1]
-    with pytest.raises(DataError, match="2 layers"):
+    with pytest.raises(DataError, match=r"\[1, 1\] and \[2, 1\]"):
         row_streams([*parts, sampled([8], 2, routed_experts=np.zeros((8, 2, 1), dtype=np.int16))])
