@@ -16,6 +16,7 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 
 from tests.whose_warnings import name_callers, pardon_collections
 
+gc.disable()  # until all is imported, of which nothing is garbage
 name_callers()  # before others are imported, which may take `warnings.warn` along
 pardon_collections()
 
@@ -90,6 +91,8 @@ def pytest_collection_finish() -> None:
     """Leaves what the imports made out of every later collection of garbage, of which each costs half a second."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(5_000, 20, 50)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +101,14 @@ def _fixed_seeds() -> None:
     np.random.seed(0)  # noqa: NPY002 - transformers draws from the global generator
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_user_files() -> None:
+    """Worker processes load the users' files that this one has loaded: not those of other tests, of which some import
+    torch."""
+    if "treewise.rl.tasks.calls" in sys.modules:
+        sys.modules["treewise.rl.tasks.calls"]._FILES.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")
