@@ -287,6 +287,9 @@ def test_a_measured_budget_fits_the_memory_of_the_device(pretend: PretendCuda, r
     assert engine.plan(Forest.from_trajectories(rollouts)).max_tokens == 2**20  # the most on a GPU; 64 GiB are free
 
 
+@pytest.mark.representatives(
+    "phi3-never-sums on the host", "llama-always-sums on the device", "qwen3_next-never-sums on the host"
+)
 @pytest.mark.parametrize("free", [2**36, 2**10], ids=["sums on the device", "sums on the host"])
 @pytest.mark.parametrize(("family", "hold"), [("phi3", "never"), ("llama", "always"), ("qwen3_next", "never")])
 def test_gateways_that_wait_in_host_memory(family: str, hold: str, free: int, monkeypatch: pytest.MonkeyPatch) -> None:

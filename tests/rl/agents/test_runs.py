@@ -105,7 +105,7 @@ def whole(tmp_path_factory):
     return trainer
 
 
-@pytest.mark.representatives("1", "9", "14")
+@pytest.mark.representatives("1", "14")
 @pytest.mark.parametrize("at", [1, 5, 9, 14])
 def test_a_run_that_is_killed_goes_on_with_what_had_ended(at, whole, tmp_path, monkeypatch):
     """To the same weights, bit for bit; no episode that had ended is run again."""
