@@ -25,6 +25,7 @@ from treewise.rl.agents.rows import AgentRow
 from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
 from treewise.rl.agents.wire.common import Answer, Usage
 from treewise.rl.agents.wire.kept import Kept
+from treewise.rl.recorder.call_ids import call_ids
 from treewise.rl.recorder.chat_tokens import ChatTokens
 from treewise.rl.recorder.reader import Parts
 from treewise.rl.samplers.batching import Batcher
@@ -33,9 +34,7 @@ from treewise.rl.tasks.calls import FailedCall
 from treewise.rl.tasks.reward_functions import number
 
 T = TypeVar("T")
-ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 AT_IMPORT = "Make the client in the function: base URL and key are in the environment once an episode has begun."
-ID_SIZE = 9  # of a tool call's id: what the templates of Mistral ask for
 
 
 @dataclass(slots=True, eq=False)
@@ -257,7 +256,10 @@ class Episode:
             tops = tuple(
                 {token: value for token, value in zip(*pair, strict=True) if np.isfinite(value)} for pair in pairs
             )
-        calls = tuple(GivenCall(_tool_id(call.id, index, number), *found) for number, found in enumerate(parts.calls))
+        path = np.concatenate([self.recording.prompt_ids(call), completion.token_ids])
+        repeat = (call.repeat, index) if call.repeat or index else ()
+        names = call_ids(path, len(parts.calls), repeat)
+        calls = tuple(GivenCall(name, *found) for name, found in zip(names, parts.calls, strict=True))
         finish: str = completion.finish_reason
         return Reply(
             parts.content,
@@ -323,15 +325,6 @@ def _shown(opened: OpenCall, index: int) -> Callable[[Sequence[int]], None]:
                 opened.on_progress()
 
     return on_tokens
-
-
-def _tool_id(call_id: str, index: int, number: int) -> str:
-    value = int.from_bytes(hashlib.sha256(f"{call_id}/{index}/{number}".encode()).digest()[:8], "big")
-    letters = []
-    for _ in range(ID_SIZE):
-        value, rest = divmod(value, len(ALPHABET))
-        letters.append(ALPHABET[rest])
-    return "".join(letters)
 
 
 class Episodes:
