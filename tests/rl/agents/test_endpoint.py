@@ -175,6 +175,12 @@ TOLD = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", 
 CLAUDE, TEXT = {"messages": [USER], "max_tokens": 4}, {"prompt": "a"}
 BAD_BODIES = [
     ("chat/completions", {"messages": [USER, {"role": "assistant", "tool_calls": 5}]}, "messages[1].tool_calls"),
+    (
+        "chat/completions",
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": {}, "function": {"name": "f"}}]}, USER]},
+        "messages",
+    ),
+    ("chat/completions", {"messages": [USER, {"role": "tool", "tool_call_id": [1], "content": "3"}]}, "messages"),
     ("chat/completions", {"messages": [USER], "tool_choice": {"type": "function", "function": "add"}}, "tool_choice"),
     ("chat/completions", {"messages": [USER], "max_completion_tokens": -1}, "max_completion_tokens"),
     ("chat/completions", {"messages": [USER], "top_k": 10**30}, "top_k"),
