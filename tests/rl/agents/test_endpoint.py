@@ -614,6 +614,21 @@ def test_a_client_that_goes_away_frees_its_place_and_its_tokens_count():
         )
 
 
+def test_a_call_that_waits_when_its_episode_ends_is_told_so():
+    with served(["first", "second"]) as client:
+        client.speaker.block = threading.Event()
+        first = client.episode.begin(asked([USER]))
+        while not client.speaker.num_batches:
+            threading.Event().wait(0.01)
+        second = client.episode.begin(asked([USER]))  # no batch holds it yet
+        client.episode.end(0.0)
+        client.speaker.block.set()
+        assert first.done.result(60)[0].token_ids  # what was sampled until then
+        error = second.done.exception(60)
+        assert (error.status, error.code) == (410, "episode_ended")
+        assert client.episode.failure is None
+
+
 def test_a_call_without_a_reply_in_time():
     with served(["a"], call_seconds=0.2) as client:
         client.speaker.block = threading.Event()

@@ -98,7 +98,7 @@ class Episode:
         with self._lock:
             self.last_call = time.monotonic()
             if not self._is_open:
-                raise RefusedError("this key's episode has ended.", status=410, code="episode_ended")
+                raise _ended()
             if len(self.recording.calls) >= self.settings.max_calls:
                 if self.on_flood is not None:
                     self.on_flood()
@@ -203,6 +203,8 @@ class Episode:
                     self.failure = error
                 if not completions:
                     self.recording.fail(opened.call)
+                if opened.is_cancelled and not self._is_open:
+                    error = _ended()
                 opened.done.set_exception(RefusedError(str(errors[0])) if error is None else error)
             else:
                 opened.done.set_result(replies)
@@ -327,6 +329,10 @@ def _shown(opened: OpenCall, index: int) -> Callable[[Sequence[int]], None]:
     return on_tokens
 
 
+def _ended() -> RefusedError:
+    return RefusedError("this key's episode has ended.", status=410, code="episode_ended")
+
+
 class Episodes:
     """All episodes of an endpoint.
 
@@ -389,7 +395,7 @@ class Episodes:
                 return found
             if key and _hash(key) in self._ended:
                 self.refused["after the episode's end"] += 1
-                raise RefusedError("this key's episode has ended.", status=410, code="episode_ended")
+                raise _ended()
             if not (key and self.takes_any_key):
                 self.refused["without a key" if not key else "with a key that is not known"] += 1
                 raise RefusedError(
