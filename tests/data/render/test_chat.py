@@ -195,6 +195,8 @@ BAD_RECORDS = [
     ({"messages": [USER, {**ANSWER, "reasoning_content": 1}]}, ("reasoning_content",)),
     ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": 1}]}]}, ("tool_calls", "name")),
     ({"messages": [USER, {**ANSWER, "tool_calls": {"a": 1}}]}, ("tool_calls must be a list",)),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "id": [1]}]}]}, ("tool_calls", "id must be text")),
+    ({"messages": [USER, {"role": "tool", "content": "3", "tool_call_id": {}}]}, ("tool_call_id must be text",)),
     ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": 3}]}]}, ("arguments", "int")),
     ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "input": {"a": 1}}]}]}, ("'f' has input; write",)),
     ({"messages": [USER, ANSWER], "tools": [3]}, ("tools must be a list",)),

@@ -175,6 +175,12 @@ TOLD = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", 
 CLAUDE, TEXT = {"messages": [USER], "max_tokens": 4}, {"prompt": "a"}
 BAD_BODIES = [
     ("chat/completions", {"messages": [USER, {"role": "assistant", "tool_calls": 5}]}, "messages[1].tool_calls"),
+    (
+        "chat/completions",
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": {}, "function": {"name": "f"}}]}, USER]},
+        "messages",
+    ),
+    ("chat/completions", {"messages": [USER, {"role": "tool", "tool_call_id": [1], "content": "3"}]}, "messages"),
     ("chat/completions", {"messages": [USER], "tool_choice": {"type": "function", "function": "add"}}, "tool_choice"),
     ("chat/completions", {"messages": [USER], "max_completion_tokens": -1}, "max_completion_tokens"),
     ("chat/completions", {"messages": [USER], "top_k": 10**30}, "top_k"),
@@ -606,6 +612,21 @@ def test_a_client_that_goes_away_frees_its_place_and_its_tokens_count():
         assert (
             account.sampled == account.recorded == account.trained == sum(len(ids) for _, ids, _ in client.speaker.seen)
         )
+
+
+def test_a_call_that_waits_when_its_episode_ends_is_told_so():
+    with served(["first", "second"]) as client:
+        client.speaker.block = threading.Event()
+        first = client.episode.begin(asked([USER]))
+        while not client.speaker.num_batches:
+            threading.Event().wait(0.01)
+        second = client.episode.begin(asked([USER]))  # no batch holds it yet
+        client.episode.end(0.0)
+        client.speaker.block.set()
+        assert first.done.result(60)[0].token_ids  # what was sampled until then
+        error = second.done.exception(60)
+        assert (error.status, error.code) == (410, "episode_ended")
+        assert client.episode.failure is None
 
 
 def test_a_call_without_a_reply_in_time():

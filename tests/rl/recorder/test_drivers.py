@@ -2,11 +2,13 @@
 every template and form of a turn."""
 
 import json
+import re
 
 import pytest
 
 from tests.rl.agents.helpers import Speaker, episodes_on
 from tests.rl.recorder.test_families import (
+    TEMPLATES,
     Window,
     all_names,
     is_silent,
@@ -120,3 +122,26 @@ def test_an_environment_and_an_agent_give_the_same_rows(name):
         assert trained == [index for start, turn in starts for index in range(start, start + len(turn))], form
         seen.append(form)
     assert {"one call", "no call", "a call that is none", "cut off"} <= set(seen)
+
+
+WITH_IDS = (  # as Mistral's: no result without the id of its call, of nine characters
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id | default('') | length != 9 %}"
+    "{{ raise_exception('ids have nine characters') }}{% endif %}"
+    "[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}[/TOOL_RESULTS]"
+    "{% else %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}"
+    "{% endfor %}</s>{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_writes_the_ids_of_calls_gets_the_same_ones_of_both(monkeypatch):
+    monkeypatch.setitem(TEMPLATES, "with ids", lambda: WITH_IDS)
+    once = '[TOOL_CALLS]look[CALL_ID]abcdefgh1[ARGS]{"city": "Oslo"}'
+    turns = [ids_of(f"{text}</s>") for text in (once, once * 2, "It is cold.")]
+    episode = by_environment("with ids", turns, is_cut=False)
+    [row] = by_agent("with ids", turns, episode.schemas, is_cut=False)
+    assert row["token_ids"] == episode.token_ids
+    text = tokenizer().decode(episode.token_ids)
+    assert len(set(re.findall(r"\[TOOL_RESULTS\](\w{9})\[TOOL_CONTENT\]Cold in Oslo", text))) == 3

@@ -95,6 +95,8 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
             raise DataError(f"{location} ({role}) has {mark}: {given}; only assistant messages can be trained.")
         if (own := next((name for name in OF_ASSISTANT if message.get(name)), None)) is not None:
             raise DataError(f"{location} ({role}) has {own}, which only messages of the assistant have.")
+        if isinstance(message.get("tool_call_id"), list | dict):
+            raise DataError(f"{location}: tool_call_id must be text, found {shown(message['tool_call_id'])}.")
         return message, 0.0
     if said := {key: message.pop(key) for key in KEYS if key in message}:
         message = features.endings.with_reason(message, said)

@@ -97,6 +97,8 @@ def _tool_call(call: Any, location: str) -> dict[str, Any]:
         arguments = {}
     if not isinstance(arguments, str | dict):
         raise DataError(f"{location}: arguments must be an object or JSON text, found {type(arguments).__name__}.")
+    if isinstance(call.get("id"), list | dict):
+        raise DataError(f"{location}: an id must be text, found {shown(call['id'])}.")
     if (mark := next((name for name in WEIGHTS if call.get(name) is not None), None)) is not None:
         raise DataError(f"{location} has {mark}, which a call of its own does not take; write it beside the content.")
     rest = {key: item for key, item in call.items() if key != "function" and "function" in call}

@@ -25,6 +25,7 @@ from treewise.rl.agents.rows import AgentRow
 from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
 from treewise.rl.agents.wire.common import Answer, Usage
 from treewise.rl.agents.wire.kept import Kept
+from treewise.rl.recorder.call_ids import call_ids
 from treewise.rl.recorder.chat_tokens import ChatTokens
 from treewise.rl.recorder.reader import Parts
 from treewise.rl.samplers.batching import Batcher
@@ -33,9 +34,7 @@ from treewise.rl.tasks.calls import FailedCall
 from treewise.rl.tasks.reward_functions import number
 
 T = TypeVar("T")
-ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 AT_IMPORT = "Make the client in the function: base URL and key are in the environment once an episode has begun."
-ID_SIZE = 9  # of a tool call's id: what the templates of Mistral ask for
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +98,7 @@ class Episode:
         with self._lock:
             self.last_call = time.monotonic()
             if not self._is_open:
-                raise RefusedError("this key's episode has ended.", status=410, code="episode_ended")
+                raise _ended()
             if len(self.recording.calls) >= self.settings.max_calls:
                 if self.on_flood is not None:
                     self.on_flood()
@@ -204,6 +203,8 @@ class Episode:
                     self.failure = error
                 if not completions:
                     self.recording.fail(opened.call)
+                if opened.is_cancelled and not self._is_open:
+                    error = _ended()
                 opened.done.set_exception(RefusedError(str(errors[0])) if error is None else error)
             else:
                 opened.done.set_result(replies)
@@ -257,7 +258,10 @@ class Episode:
             tops = tuple(
                 {token: value for token, value in zip(*pair, strict=True) if np.isfinite(value)} for pair in pairs
             )
-        calls = tuple(GivenCall(_tool_id(call.id, index, number), *found) for number, found in enumerate(parts.calls))
+        path = np.concatenate([self.recording.prompt_ids(call), completion.token_ids])
+        repeat = (call.repeat, index) if call.repeat or index else ()
+        names = call_ids(path, len(parts.calls), repeat)
+        calls = tuple(GivenCall(name, *found) for name, found in zip(names, parts.calls, strict=True))
         finish: str = completion.finish_reason
         return Reply(
             parts.content,
@@ -325,13 +329,8 @@ def _shown(opened: OpenCall, index: int) -> Callable[[Sequence[int]], None]:
     return on_tokens
 
 
-def _tool_id(call_id: str, index: int, number: int) -> str:
-    value = int.from_bytes(hashlib.sha256(f"{call_id}/{index}/{number}".encode()).digest()[:8], "big")
-    letters = []
-    for _ in range(ID_SIZE):
-        value, rest = divmod(value, len(ALPHABET))
-        letters.append(ALPHABET[rest])
-    return "".join(letters)
+def _ended() -> RefusedError:
+    return RefusedError("this key's episode has ended.", status=410, code="episode_ended")
 
 
 class Episodes:
@@ -396,7 +395,7 @@ class Episodes:
                 return found
             if key and _hash(key) in self._ended:
                 self.refused["after the episode's end"] += 1
-                raise RefusedError("this key's episode has ended.", status=410, code="episode_ended")
+                raise _ended()
             if not (key and self.takes_any_key):
                 self.refused["without a key" if not key else "with a key that is not known"] += 1
                 raise RefusedError(

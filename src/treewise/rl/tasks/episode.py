@@ -16,6 +16,7 @@ import numpy as np
 
 from treewise.data.render.messages import Message
 from treewise.errors import ConfigError, DataError, TaskError
+from treewise.rl.recorder.call_ids import call_ids
 from treewise.rl.recorder.chat_tokens import MAX_PROMPT, ChatTokens, ReadTurn, ToolCall
 from treewise.rl.tasks import environment as env
 from treewise.rl.tasks.calls import Calls, FailedCall, Job
@@ -228,9 +229,10 @@ class EnvironmentEpisode:
 
     def _reply(self, turn: _SampledTurn) -> None:
         role = "tool" if self.task.text_tool is None else "user"
+        names = call_ids(self.token_ids, len(turn.calls))
         turn.replies = [
-            {"role": role, "content": answer, **({"name": call.name} if role == "tool" else {})}
-            for call, answer in zip(turn.calls, turn.answers, strict=True)
+            {"role": role, "content": answer, **({"name": call.name, "tool_call_id": name} if role == "tool" else {})}
+            for call, answer, name in zip(turn.calls, turn.answers, names, strict=True)
         ]
         if env.answers_turns(self.environment):
             turn.replies = [message for answer in turn.answers for message in json.loads(answer)]

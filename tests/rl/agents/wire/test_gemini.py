@@ -122,6 +122,13 @@ def test_tokens_choices_models_and_log_probs():
         (
             {
                 "contents": [ASK],
+                "tools": [{"functionDeclarations": [{"name": "f", "parameters": {"minItems": "few"}}]}],
+            },
+            "minItems must be a whole number, found 'few'",
+        ),
+        (
+            {
+                "contents": [ASK],
                 "tools": TOOLS,
                 "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["a", "b"]}},
             },

@@ -117,12 +117,20 @@ def json_schema(value: Any) -> Any:
         elif name in ("enum", "default", "example", "required"):
             found[name] = item
         elif name in ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"):
-            found[name] = int(item)  # int64 is a text in Google's JSON
+            found[name] = _whole(name, item)
         elif name not in ("nullable", "propertyOrdering"):
             found[name] = json_schema(item)
     if value.get("nullable") and isinstance(found.get("type"), str):
         found["type"] = [found["type"], "null"]
     return found
+
+
+def _whole(name: str, value: Any) -> int:
+    """int64 is a text in Google's JSON."""
+    try:
+        return int(value)
+    except (ValueError, TypeError):
+        raise RefusedError(f"a schema's {name} must be a whole number, found {shown(value)}.", param=name) from None
 
 
 def _choice(value: dict[str, Any], tools: list[dict[str, Any]] | None) -> tuple[bool, str | None]:
