@@ -124,6 +124,28 @@ def test_an_environment_and_an_agent_give_the_same_rows(name):
     assert {"one call", "no call", "a call that is none", "cut off"} <= set(seen)
 
 
+IN_FIELDS = (  # as GPT-OSS's: no result whose call is not there, by its id
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% set k = namespace(ids=[]) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}<|im_start|>user {{ m.content }}<|im_end|>"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id not in k.ids %}{{ raise_exception('of which call?') }}{% endif %}"
+    "<|im_start|>tool {{ m.content }}<|im_end|>"
+    "{% else %}<|im_start|>assistant{{ m.content }}{% for c in m.tool_calls or [] %}{% set k.ids = k.ids + [c.id] %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+def test_results_name_the_calls_of_a_turn_that_a_template_takes_in_fields_alone(monkeypatch):
+    monkeypatch.setitem(TEMPLATES, "in fields", lambda: IN_FIELDS)
+    once = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}</tool_call>'
+    turns = [ids_of(f"{text}<|im_end|>") for text in (once, once * 2, "It is cold.")]
+    episode = by_environment("in fields", turns, is_cut=False)
+    [row] = by_agent("in fields", turns, episode.schemas, is_cut=False)
+    assert row["token_ids"] == episode.token_ids
+    assert tokenizer().decode(episode.token_ids).count("tool Cold in Oslo") == 3
+
+
 WITH_IDS = (  # as Mistral's: no result without the id of its call, of nine characters
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"

@@ -68,20 +68,23 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. problem: why it cannot be carried out; the environment's answer says so to the model."""
+    """One call. problem: why it cannot be carried out; the environment's answer says so to the model. id: what its
+    answer names."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     problem: str | None = None
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTurn:
-    """A sampled turn taken apart. stop_text: the text that ended it, where one did."""
+    """A sampled turn taken apart. stop_text: the text that ended it, where one did. call_ids: of its calls."""
 
     turn: Turn
     parts: Parts
     stop_text: str | None = None
+    call_ids: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -91,19 +94,20 @@ class ReadTurn:
     @property
     def calls(self) -> tuple[ToolCall, ...]:
         """Those that cannot be carried out, too, in order."""
+        told = zip(self.parts.told, self.call_ids or ("",) * len(self.parts.told), strict=True)
         return tuple(
-            ToolCall("unknown", problem=call.why)
+            ToolCall("unknown", problem=call.why, id=name)
             if isinstance(call, Broken)
-            else ToolCall(call[0], json.loads(call[1] or "{}"))
-            for call in self.parts.told
+            else ToolCall(call[0], json.loads(call[1] or "{}"), id=name)
+            for call, name in told
         )
 
     @property
     def message(self) -> Message:
         """The turn as a message in the template's own fields; without calls that cannot be carried out."""
         calls = [
-            {"type": "function", "id": f"call{number:05}", "function": {"name": call.name, "arguments": call.arguments}}
-            for number, call in enumerate(self.calls)
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
             if call.problem is None
         ]
         thought = {"reasoning_content": self.parts.reasoning} if self.parts.reasoning else {}

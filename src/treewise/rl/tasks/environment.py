@@ -8,7 +8,8 @@ observation is compared with the recorded one. One with `can_be_replayed = False
 alone. `take_messages(messages)` gets the whole conversation before `get_reward`.
 
 One that answers whole turns has `respond(message)` in place of tools: it gets a sampled turn as a message (`content`,
-`tool_calls`, and in `num_tokens` the tokens before it and of it) and returns the messages that follow. Its `reset`
+`tool_calls`, each with an `id`, and in `num_tokens` the tokens before it and of it) and returns the messages that
+follow. Its `reset`
 returns the messages of the prompt; `tools` are JSON schemas for the chat template.
 """
 

@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -176,6 +176,7 @@ class EnvironmentEpisode:
     def _read(self, ids: list[int], *, is_cut: bool) -> tuple[ReadTurn, Message, tuple[ToolCall, ...]]:
         """A turn taken apart, as a message, and what the environment is called with."""
         read = self.chat.read(ids, self.chat.decode(self.token_ids[-MAX_PROMPT:]), self.schemas)
+        read = replace(read, call_ids=tuple(call_ids([*self.token_ids, *ids], len(read.parts.told))))
         text, calls = read.text, read.calls
         if self.task.text_tool is not None:
             tool = next(
@@ -228,11 +229,12 @@ class EnvironmentEpisode:
         self.failure = FailedCall(found.kind, f"{what} turn {self.num_turns - 1}: {found.message}", found.cause)
 
     def _reply(self, turn: _SampledTurn) -> None:
-        role = "tool" if self.task.text_tool is None else "user"
-        names = call_ids(self.token_ids, len(turn.calls))
+        is_text = self.task.text_tool is not None
         turn.replies = [
-            {"role": role, "content": answer, **({"name": call.name, "tool_call_id": name} if role == "tool" else {})}
-            for call, answer, name in zip(turn.calls, turn.answers, names, strict=True)
+            {"role": "user", "content": answer}
+            if is_text
+            else {"role": "tool", "content": answer, "name": call.name, "tool_call_id": call.id}
+            for call, answer in zip(turn.calls, turn.answers, strict=True)
         ]
         if env.answers_turns(self.environment):
             turn.replies = [message for answer in turn.answers for message in json.loads(answer)]

@@ -62,7 +62,7 @@ class PlayedEpisode:
             if self.session is not None:
                 self.session.trace.stop(self.over)
             raise NoFurtherTurnError
-        given = {f"{self.num_known}.{number}": call for number, call in enumerate(turn["tool_calls"])}
+        given = {call["id"]: call for call in turn["tool_calls"]}
         self.problems |= {key: call["problem"] for key, call in given.items()}
         calls: list[AskedTool] = [
             vf.ToolCall(id=k, name=v["name"], arguments=json.dumps(v["arguments"])) for k, v in given.items()
