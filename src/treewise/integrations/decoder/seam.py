@@ -149,7 +149,10 @@ class DecoderSeam:
 
         rows = self._batches.rows(make)
         if rows is None:
-            return self._own(*args, **kwargs)
+            output = self._own(*args, **kwargs)
+            if (window := self._batches.open_window) is not None:
+                window.look_before_backward(output[:1])
+            return output
 
         def compute() -> Computed:
             with self.paused(), self._gradients_if_any():  # the probe calls the model
