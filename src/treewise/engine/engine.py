@@ -464,10 +464,11 @@ class TreeEngine:
         a `StepOutput`.
         """
         self.check(plan.forest)
-        guests, reads_routers = self._guests(plan, pixels_of), any(reader.reads_routers for reader in readers)
-        walk = self._walk(plan, guests, reads_routers=reads_routers)
+        walk = self._walk(plan, self._guests(plan, pixels_of), reads_routers=any(r.reads_routers for r in readers))
         values: list[Values] = features.values.tree_values(walk, readers)
-        self.replay = replay_of(guests)
+        if self.in_window is not None and type(walk) is Walk:  # by itself
+            self.in_window.look_before_backward(tensor for value in values for tensor in value.values())
+        self.replay = replay_of(walk.guests)
         return values
 
     # -- walks --------------------------------------------------------------------------------------------------------

@@ -171,6 +171,39 @@ def test_zeros_that_calls_by_themselves_add_are_no_zero_grad(earlier):
     assert [not each.any() for each in found.values()] == [not each.any() for each in expected.values()]
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("budget", [None, 4])
+def test_gradients_that_are_zeroed_after_the_forward_of_a_call_by_itself(budget, set_to_none):
+    """Before its backward, after which nothing of it is left to be seen."""
+    model = model_of()
+    expected = flat_gradients(model, CALLS[1:2])
+    model.zero_grad()
+    engine = tw.TreeEngine(model, budget, check=False)
+    with engine.window(max_tokens=len(CALLS[0][0])):
+        weighted(engine.logprobs(CALLS[0]), 0).backward()
+        loss = weighted(engine.logprobs(CALLS[1]), 0)
+        model.zero_grad(set_to_none=set_to_none)
+        loss.backward()
+    assert gradient_error(gradients_of(model), expected) < CLOSE
+
+
+def test_forwards_of_adapted_experts_are_no_change_of_weights():
+    """PEFT counts one in each, but not where the first call has the adapter switched off, as a reference model."""
+    model = model_of("qwen3_moe")
+    model.config._experts_implementation_internal = "eager"
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj"], init_lora_weights=False)
+    model = get_peft_model(model, config).to(torch.float64)
+    expected = flat_gradients(model, CALLS)
+    model.zero_grad()
+    engine = tw.TreeEngine(model, check=False)
+    with engine.window():
+        with torch.no_grad(), model.disable_adapter():
+            engine.logprobs(CALLS[0])
+        for number, rows in enumerate(CALLS):
+            weighted(engine.logprobs(rows), number).backward()
+    assert gradient_error(gradients_of(model), expected) < CLOSE
+
+
 def test_gradients_that_are_scaled_in_the_middle_are_an_error():
     """What comes at the end would not be."""
     model = model_of()

@@ -193,6 +193,27 @@ def test_a_loop_of_ones_own():
     assert found[2].counts.share_ratio > 2
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_zeroed_before_the_backward_of_a_call_that_is_left(set_to_none):
+    """GPT-2's rows behind left padding are the model's own, and add to gradients that a window has a mark in."""
+    first, second = collate(ROWS[:1]), collate(ROWS[1:2])
+    left = {name: torch.nn.functional.pad(value, (1, 0), value=0) for name, value in second.items()}
+    left["labels"][:, :2] = IGNORED
+    model = tiny_model("gpt2", torch.float64)
+    model(**left).loss.backward()
+    expected = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model.zero_grad()
+    sharing = tw.share_prefixes(model)
+    with sharing.window():
+        model(**first).loss.backward()
+        loss = model(**left).loss
+        model.zero_grad(set_to_none=set_to_none)
+        loss.backward()
+    assert sharing.counts.num_left == 1
+    for name, each in model.named_parameters():
+        torch.testing.assert_close(each.grad, expected[name])
+
+
 def test_windows_without_anything_shared_are_given_up_and_taken_up_again(tmp_path):
     apart = [([number, number + 1, number + 2], [7]) for number in range(8, 48, 5)]
     settings = {"num_train_epochs": 1, "train_sampling_strategy": "sequential"}

@@ -529,6 +529,44 @@ def test_a_loss_of_ones_own_that_reads_padding(read):
         values.sum().backward()
 
 
+@pytest.mark.parametrize("max_tokens", [None, 6])
+@pytest.mark.parametrize("trains", ["all", "head"])
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        pytest.param(lambda logits: logits.square().mean(), id="squares"),
+        pytest.param(lambda logits: torch.distributions.Categorical(logits=logits).entropy().mean(), id="entropy"),
+    ],
+)
+def test_a_loss_that_reads_padding_is_never_a_number(loss_of, trains, max_tokens):
+    """Also where zeros in place of padding would have no gradient, or the head alone is trained."""
+    model = model_of()
+    if trains == "head":
+        only_the_head(model)
+    inputs = {name: value for name, value in padded().items() if name != "labels"}
+    tw.share_prefixes(model, max_tokens=max_tokens)
+    with pytest.raises(UnsupportedModelError, match="reads logits or hidden rows of padding"):
+        loss_of(model(**inputs).logits).backward()
+
+
+def only_the_head(model):
+    model.requires_grad_(False)
+    model.get_output_embeddings().requires_grad_(True)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 6])
+@pytest.mark.parametrize("adapts", [False, True])
+def test_a_head_alone_is_trained(adapts, max_tokens):
+    """No walk within a backward, which would find nothing to train."""
+    model = model_of(tie_word_embeddings=False)
+    if adapts:
+        config = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+        model = get_peft_model(model, config).to(torch.float64)
+    else:
+        only_the_head(model)
+    assert_shared(model, padded(), max_tokens=max_tokens)
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "lfm2"])
 def test_packed_rows_that_the_model_does_not_cut_are_left(family):
     model = tiny_model(family, torch.float32)

@@ -1,9 +1,12 @@
 """What may not change while calls share: the weights, and gradients that a host zeroes or scales."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from treewise.errors import ConfigError
+from treewise.nn.decoder import all_modules
 from treewise.nn.gradients import gradient_of, zeros_of
 
 _TINY = 2.0**-100  # below any gradient
@@ -13,12 +16,9 @@ class Weights:
     """The weights of a model as they were: their versions, and a number of each, for changes that count none."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._versions = [(each, each._version, each.data_ptr()) for each in model.parameters()]
-        self._numbers = self._some()
-
-    def leave_out_counted_by_forwards(self) -> None:
-        """After a forward: PEFT's parametrised experts count a change in each."""
-        self._versions = [(each, version, at) for each, version, at in self._versions if each._version == version]
+        left_out = _counted_by_forwards(model)
+        kept = [each for each in model.parameters() if id(each) not in left_out]
+        self._versions = [(each, each._version, each.data_ptr()) for each in kept]
         self._numbers = self._some()
 
     def have_changed(self) -> bool:
@@ -35,6 +35,13 @@ class Weights:
     def _some(self) -> Tensor:
         device = self._versions[0][0].device
         return torch.stack([_one_number(each).to(device) for each, _, _ in self._versions])
+
+
+def _counted_by_forwards(model: nn.Module) -> set[int]:
+    """Parameters (their ids) that PEFT parametrises in each forward in which their adapter is active
+    (`target_parameters`, experts of a mixture): torch counts a change in each."""
+    wrappers: list[Any] = [each for each in all_modules(model) if hasattr(each, "parameter_name")]
+    return {id(each.get_param()) for each in wrappers if hasattr(each, "get_param")}
 
 
 def _one_number(parameter: nn.Parameter) -> Tensor:

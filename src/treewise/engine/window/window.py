@@ -17,7 +17,7 @@ function, with keys and values of their own. One of them at a time has gradients
 
 import logging
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -171,6 +171,17 @@ class Window:
         found = self._look(forest, key)
         return found if self.num_tokens + found.num_new <= self.max_tokens else None
 
+    def look_before_backward(self, values: Iterable[Tensor]) -> None:
+        """Of a call by itself: once its backward has added to gradients, nobody sees that they were zeroed before."""
+
+        def look(_: Tensor, round_: int = self._round) -> None:
+            if round_ == self._round:
+                self._forget_what_was_zeroed()
+
+        for each in values:
+            if each.requires_grad:
+                each.register_hook(look)
+
     def num_new(self, forest: Forest) -> int:
         """Tokens of a tree that no earlier call has computed."""
         self._check_weights()
@@ -196,7 +207,7 @@ class Window:
         _, first = np.unique(places, return_index=True)
         self.is_new = np.zeros(forest.num_tokens, dtype=bool)
         self.is_new[first] = known < 0
-        is_first, self._weights = self._weights is None, self._weights or Weights(self._lm.model)
+        self._weights = self._weights or Weights(self._lm.model)
         try:
             self._compute(function, whole, known, with_routers=with_routers)
         except BaseException:
@@ -206,8 +217,6 @@ class Window:
         numbers = known[places]
         self.num_calls += 1
         self.num_flat_tokens += forest.num_flat_tokens
-        if is_first:
-            self._weights.leave_out_counted_by_forwards()
         numbers_T = to_device(numbers, self._lm.device)
         values = function.results(numbers_T, with_routers=with_routers)
         if torch.is_grad_enabled():

@@ -39,7 +39,8 @@ class AccumulationWindow:
     something, calls are computed by themselves.
 
     min_ratio: tokens of all calls for each that is computed, below which a window is not worth it.
-    why_off: why no window opens; None: one may. paused: a context in which the model's forwards are its own.
+    window: of the engine, used again step by step. why_off: why no window opens; None: one may. paused: a context in
+    which the model's forwards are its own.
     """
 
     def __init__(self, engine: TreeEngine, model: nn.Module, min_ratio: float) -> None:
@@ -47,12 +48,12 @@ class AccumulationWindow:
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_worth_it = True
         self._calls: StepCalls
-        self._window: Window | None = None
+        self.window: Window | None = None
         self.num_windows = 0
         self._late_sum: LateSum | None = None  # of several processes, once a call has shown their DDP
         self.why_off: str | None = None
         try:
-            self._window = features.window.new_window(engine)
+            self.window = features.window.new_window(engine)
         except (ConfigError, UnsupportedModelError) as error:
             self.why_off = str(error)
             return
@@ -60,7 +61,7 @@ class AccumulationWindow:
         _listen(self)
 
     def __str__(self) -> str:
-        return str(self._window)
+        return str(self.window)
 
     @property
     def is_due(self) -> bool:
@@ -71,8 +72,8 @@ class AccumulationWindow:
 
     def _is_ready(self) -> bool:
         """Whether a window may open; of several processes, in a forward of a DDP that can add up late."""
-        if self._window is None or ranks.count() == 1:
-            return self._window is not None
+        if self.window is None or ranks.count() == 1:
+            return self.window is not None
         parallel = active()
         if parallel is None or not self._is_inside(parallel):
             if self._late_sum is None:
@@ -90,7 +91,7 @@ class AccumulationWindow:
     @property
     def _is_open(self) -> bool:
         """Whether this step has calls that a window may hold."""
-        return self._window is not None and self._is_worth_it and self._calls.num_flat_tokens > 0
+        return self.window is not None and self._is_worth_it and self._calls.num_flat_tokens > 0
 
     @contextmanager
     def around(self, forest: Forest) -> Iterator[None]:
@@ -100,7 +101,7 @@ class AccumulationWindow:
             self._calls.add(forest)
         is_entered = is_own and self._is_worth_it
         if is_entered:
-            self._engine.in_window = self._window
+            self._engine.in_window = self.window
         try:
             yield
         finally:
@@ -119,20 +120,20 @@ class AccumulationWindow:
 
     def end(self) -> None:
         """The last backward before a step is over: gradients of all calls are added to the parameters'."""
-        if self._window is None or not self._calls.num_flat_tokens:
+        if self.window is None or not self._calls.num_flat_tokens:
             return
         calls, self._calls = self._calls, features.window.StepCalls()
         self._is_worth_it = calls.num_flat_tokens >= self._min_ratio * calls.num_tree_tokens
-        self.num_windows += self._window.num_calls > 0
+        self.num_windows += self.window.num_calls > 0
         with self.paused():
-            self._window.end()
+            self.window.end()
         if self._late_sum is not None:
             self._late_sum.add_up()
 
     def off(self) -> None:
         """No window from now on; gradients that came back are added first."""
         self.end()
-        self._window, self.why_off = None, "switched off"
+        self.window, self.why_off = None, "switched off"
         if self._late_sum is not None:
             self._late_sum.remove()
         _listening.discard(self)

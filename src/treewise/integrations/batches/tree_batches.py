@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
@@ -44,6 +44,9 @@ from treewise.nn.platform.tensors import to_device
 from treewise.nn.router_loss import RouterLoss, RouterLossRule
 from treewise.planning.plans import Plan
 from treewise.tree.forest import Forest
+
+if TYPE_CHECKING:
+    from treewise.engine.window import Window
 
 logger = logging.getLogger("treewise")
 
@@ -173,6 +176,11 @@ class TreeBatches:
         self.together = None if shards is None else Together(engine, shards)
         self.windows = AccumulationWindow(engine, model, min_ratio) if windows else None
         self._logged: set[str] = set()
+
+    @property
+    def open_window(self) -> "Window | None":
+        """In which calls share at present, if they do; the caller's own, or that of the loop."""
+        return self.engine.in_window or (None if self.windows is None else self.windows.window)
 
     def rows(self, make: Callable[[], tuple[AnyRows | None, int]], *, whatever_size: bool = False) -> AnyRows | None:
         """The rows of a batch; None for one that is left to the model's own forward, which is counted, and told once:

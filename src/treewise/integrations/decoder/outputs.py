@@ -43,18 +43,27 @@ class GatheredRows(torch.autograd.Function):
         return total.to(ctx.dtype), None
 
 
-class RowsAndPadding(torch.autograd.Function):
-    """[n + 1, ...], the last of zeros, which stands for padding. Raises `UnsupportedModelError` where a loss reads it;
-    on all ranks, where it does on one of those that run their backwards together."""
+def rows_and_padding(rows: torch.Tensor, *, is_trained: bool, is_together: bool = False) -> torch.Tensor:
+    """[n + 1, ...], the last of which stands for padding. A backward raises `UnsupportedModelError` where a loss reads
+    it; on all ranks, where it does on one of those that run their backwards together.
 
+    is_trained: whether something of the model is, if only its head, so that rows without a gradient are watched, too.
+    """
+    anchor = torch.zeros((), device=rows.device, requires_grad=is_trained)
+    padded: torch.Tensor = _RowsAndPadding.apply(rows, anchor, is_together)
+    return padded
+
+
+class _RowsAndPadding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, rows: torch.Tensor, is_together: bool = False) -> torch.Tensor:
+    def forward(ctx: Context, rows: torch.Tensor, _: torch.Tensor, is_together: bool) -> torch.Tensor:
         ctx.is_together = is_together
-        return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+        # A row as others are: at zeros entropies and squares of logits would have no gradient, and go unnoticed.
+        return torch.cat([rows, rows[:1]])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         def check() -> None:
             if grad[-1].abs().max() > 0:
                 raise UnsupportedModelError(
@@ -67,7 +76,7 @@ class RowsAndPadding(torch.autograd.Function):
             ranks.on_every_rank(check)
         else:
             check()
-        return grad[:-1], None
+        return grad[:-1], None, None
 
 
 class NotComputed:

@@ -33,9 +33,9 @@ from treewise.integrations.decoder.loss import TreeLoss, scored_cells
 from treewise.integrations.decoder.outputs import (
     GatheredRows,
     NotComputed,
-    RowsAndPadding,
     decoder_output,
     output_class,
+    rows_and_padding,
 )
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.platform.tensors import to_device
@@ -149,7 +149,10 @@ class DecoderSeam:
 
         rows = self._batches.rows(make)
         if rows is None:
-            return self._own(*args, **kwargs)
+            output = self._own(*args, **kwargs)
+            if (window := self._batches.open_window) is not None:
+                window.look_before_backward(output[:1])
+            return output
 
         def compute() -> Computed:
             with self.paused(), self._gradients_if_any():  # the probe calls the model
@@ -164,9 +167,9 @@ class DecoderSeam:
         return self._output(rows, arguments, *(next(iter(values.values())) for values in computed.values))
 
     def _gradients_if_any(self) -> AbstractContextManager[Any]:
-        """No gradients where nothing is trained, as with adapters switched off; each row has none then, either."""
-        is_trained = any(each.requires_grad for each in self.model.parameters())
-        return nullcontext() if is_trained else torch.no_grad()
+        """No gradients where nothing of the decoder is trained, as with adapters switched off or of the head alone;
+        each row has none then, either."""
+        return nullcontext() if _is_trained(self.decoder) else torch.no_grad()
 
     def _output(
         self, rows: WholeRows, arguments: dict[str, Any], tree: torch.Tensor, routers: torch.Tensor | None = None
@@ -175,7 +178,9 @@ class DecoderSeam:
         place, is_together = to_device(rows.place, tree.device), self._batches.together is not None
         # Ranks that run their backwards together all look at it, whether or not they have some.
         has_padding = rows.num_real < rows.place.size or is_together
-        tree = RowsAndPadding.apply(tree, is_together) if has_padding else tree
+        is_trained = _is_trained(self.model)
+        if has_padding:
+            tree = rows_and_padding(tree, is_trained=is_trained, is_together=is_together)
         hidden = GatheredRows.apply(tree, place.view(arguments["input_ids"].shape))
         # Where several processes add gradients up, DDP looks for tensors among what a model returns.
         # A sharded head is whole while it is called.
@@ -183,7 +188,8 @@ class DecoderSeam:
         self.head.give(GivenRows.of(hidden, tree, rows.place))
         more: dict[str, Any] = {}
         if routers is not None:
-            routers = RowsAndPadding.apply(routers, is_together) if has_padding else routers
+            if has_padding:
+                routers = rows_and_padding(routers, is_trained=is_trained, is_together=is_together)
             logits = GatheredRows.apply(routers, place).unbind(1)
             more["router_logits"] = tuple(each.clone() for each in logits) if is_together else logits  # no views
         config: Any = self.model.config.get_text_config()
@@ -198,6 +204,10 @@ class DecoderSeam:
     def _refuse_router_logits(self, arguments: dict[str, Any]) -> None:
         if self._wants_routers(arguments) and "router_logits" not in self._kind.__dataclass_fields__:
             raise NotShareable(f"{type(self.decoder).__name__} is asked for router logits, which it does not return")
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(each.requires_grad for each in module.parameters())
 
 
 def _refuse_adapters_by_row(decoder: nn.Module) -> None:
