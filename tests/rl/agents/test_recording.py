@@ -22,7 +22,7 @@ from tests.rl.agents.helpers import (
 )
 from treewise.data.io.encoded_arrays import decoded
 from treewise.rl.agents.forks import FORKS
-from treewise.rl.agents.recording import written_for
+from treewise.rl.agents.recording import Recording, written_for
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError
 
 SYSTEM, USER = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+2?"}
@@ -292,6 +292,20 @@ def test_a_token_has_the_experts_of_the_forward_that_was_first_given_it(records)
     # The last token of a turn is an input of the next call's forward; that of the row had none.
     expected = [0] * (ends[0] - 1) + [1] * (ends[1] - ends[0]) + [2] * (ends[2] - ends[1]) + [-1]
     assert table[:, 0, 0].tolist() == expected
+
+
+def test_an_account_without_a_row_does_not_add_up(monkeypatch):
+    speaker = Speaker(["One.", "Two."])
+    with episodes_on(speaker) as episodes:
+        episode = episodes.open("a")
+        say(episode, START)
+        say(episode, [USER])
+        assert assert_rows_are(speaker, episode)[1].fault is None
+        leaves = Recording._leaves
+        monkeypatch.setattr(Recording, "_leaves", lambda self: list(leaves(self))[:-1])
+        _, account = episode.rows()
+        assert account.recorded == len(speaker.seen[0][1]) < account.sampled
+        assert "do not add up" in account.fault
 
 
 def test_calls_that_are_not_trained_are_context():

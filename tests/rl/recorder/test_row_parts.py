@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from treewise.errors import DataError
-from treewise.rl.recorder.row_parts import RowPart, row_streams, written_part
+from treewise.rl.recorder.row_parts import RowPart, held_tokens, row_streams, written_part
 
 
 def sampled(ids: list[int], draw: int, **streams: np.ndarray) -> RowPart:
@@ -45,3 +45,14 @@ def test_experts_are_those_of_the_forward_that_was_given_a_token_first() -> None
     assert row_streams(parts[:3])["routed_experts"][:, 0, 0].tolist() == [10, 11, 12, -1, -1]
     with pytest.raises(DataError, match=r"\[1, 1\] and \[2, 1\]"):
         row_streams([*parts, sampled([8], 2, routed_experts=np.zeros((8, 2, 1), dtype=np.int16))])
+
+
+def test_a_token_of_a_draw_is_held_and_trained_by_any_row() -> None:
+    rows = [([-1, 0, 0, -1, 1], [0, 1, 1, 0, 0]), ([-1, 0, 0, 0, 2, 2], [0, 0, 0, 1, 1, 0])]
+    found = held_tokens({0: 4, 1: 1, 2: 2, 3: 1}, [(np.array(draws), np.array(weights)) for draws, weights in rows])
+    assert {draw: (each.held.tolist(), each.trained.tolist()) for draw, each in found.items()} == {
+        0: ([True, True, True, False], [True, True, True, False]),
+        1: ([True], [False]),
+        2: ([True, True], [True, False]),
+        3: ([False], [False]),
+    }

@@ -26,7 +26,7 @@ from treewise.rl.agents.rows import AgentRow, Streams, TurnFacts
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.recorder.chat_tokens import ChatTokens, Turn, Written
 from treewise.rl.recorder.reader import ReplyReader
-from treewise.rl.recorder.row_parts import RowPart, row_streams, written_part
+from treewise.rl.recorder.row_parts import RowPart, held_tokens, row_streams, written_part
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 
@@ -372,15 +372,17 @@ class Recording:
                 account.trained += int(sum(row["loss_weights"]))
                 if any(row["loss_weights"]):
                     rows.append(row)
-            for call in self.calls:
-                account.again += call.num_again
-                for choice in call.choices:
-                    account.sampled += choice.num_sampled
-                    account.beyond += choice.num_beyond
-                    if call.is_trained:
-                        account.recorded += choice.num_sampled
-                    else:
-                        account.context += choice.num_sampled
+            choices = {choice.number: choice for call in self.calls for choice in call.choices}
+            sizes = {number: choice.num_sampled for number, choice in choices.items()}
+            in_rows = held_tokens(sizes, ((np.array(row["draws"]), np.array(row["loss_weights"])) for row in rows))
+            for number, choice in choices.items():
+                account.sampled += choice.num_sampled
+                account.beyond += choice.num_beyond
+                if choice.call.is_trained:
+                    account.recorded += int(in_rows[number].held.sum())
+                else:
+                    account.context += choice.num_sampled
+            account.again = sum(call.num_again for call in self.calls)
             return rows, account
 
     def _row(self, parts: Sequence[RecordedPart], trained: set[int]) -> AgentRow:

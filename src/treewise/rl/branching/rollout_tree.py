@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from treewise.errors import DataError
-from treewise.rl.recorder.row_parts import RowPart, row_streams, written_part
+from treewise.rl.recorder.row_parts import RowPart, held_tokens, row_streams, written_part
 from treewise.tree.trajectory import Trajectory
 
 PROMPT = -1  # the parent of a rollout's first node
@@ -300,22 +300,23 @@ class RolloutTree:
         """
         if len(rows) != len(self.rewarded_leaves):
             raise DataError(f"{len(rows)} rows for {len(self.rewarded_leaves)} rewarded rollouts.")
-        row_of = dict(zip(self.rewarded_leaves, rows, strict=True))
-        sampled = [node.is_sampled for node in self._nodes]
-        recorded, trained, failed = ([np.zeros(len(tokens), dtype=bool) for tokens in sampled] for _ in range(3))
-        for leaf in self.leaves:
-            row, at = row_of.get(leaf), len(self.prompt_ids)
-            if row is not None and not np.array_equal(row.token_ids, self.prefix_ids(leaf)):
+        for leaf, row in zip(self.rewarded_leaves, rows, strict=True):
+            if not np.array_equal(row.token_ids, self.prefix_ids(leaf)):
                 raise DataError(f"{row.source}: its tokens are not those of node {leaf}.")
+        sizes = {index: len(node) for index, node in enumerate(self._nodes)}
+        of_nodes = held_tokens(sizes, ((np.asarray(row.draws), row.loss_weights) for row in rows))
+        failed = [np.zeros(size, dtype=bool) for size in sizes.values()]
+        for leaf in self.leaves:
             for node, end in self.path_parts(leaf):
-                if row is None:
-                    failed[node][:end] = True
-                    continue
-                recorded[node][:end] = True
-                trained[node][:end] |= np.asarray(row.loss_weights)[at : at + end] > 0
-                at += end
+                failed[node][:end] |= self._nodes[leaf].reward is None
         own, in_row, in_loss, has_failed = (
-            np.concatenate([np.zeros(0, dtype=bool), *masks]) for masks in (sampled, recorded, trained, failed)
+            np.concatenate([np.zeros(0, dtype=bool), *masks])
+            for masks in (
+                [node.is_sampled for node in self._nodes],
+                [each.held for each in of_nodes.values()],
+                [each.trained for each in of_nodes.values()],
+                failed,
+            )
         )
         masks = {"generated": own, "recorded": own & in_row, "trained": own & in_loss}
         masks |= {"failed": own & ~in_row & has_failed, "unfinished": own & ~in_row & ~has_failed}

@@ -1,9 +1,10 @@
-"""A row from the parts of its path: what was written for the policy to see, and what it sampled, draw by draw.
+"""A row from the parts of its path: what was written for the policy to see, and what it sampled, draw by draw; and
+which sampled tokens rows hold and train.
 
 For trees of rollouts (`branching.rollout_tree`) and for the calls of agents (`agents.recording`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -74,3 +75,30 @@ def row_streams(parts: Sequence[RowPart]) -> RowStreams:
     if experts is not None:
         row["routed_experts"] = experts
     return row
+
+
+class HeldTokens(NamedTuple):
+    """Of a draw: [size] bool, of each of its tokens, whether a row holds it and whether one trains it."""
+
+    held: np.ndarray
+    trained: np.ndarray
+
+
+def held_tokens(
+    sizes: Mapping[int, int], draws_and_weights: Iterable[tuple[np.ndarray, np.ndarray]]
+) -> dict[int, HeldTokens]:
+    """What became of the tokens of each draw.
+
+    Parameters:
+        sizes: tokens of each draw, by its number. In a row they follow one another, from the first on.
+        draws_and_weights: of each row, [n] each.
+    """
+    found = {draw: HeldTokens(*np.zeros((2, size), dtype=bool)) for draw, size in sizes.items()}
+    for draws, weights in draws_and_weights:
+        starts = np.flatnonzero(np.append(True, draws[1:] != draws[:-1]))
+        for start, end in zip(starts, [*starts[1:], len(draws)], strict=True):
+            if draws[start] >= 0:
+                own = found[int(draws[start])]
+                own.held[: end - start] = True
+                own.trained[: end - start] |= weights[start:end] > 0
+    return found
