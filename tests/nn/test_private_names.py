@@ -51,6 +51,7 @@ PRIVATE_NAMES = {
     "_post_accumulate_grad_hooks": TENSOR,  # hooks on accumulated gradients; those of tensor parallelism are removed
     "_execution_engine": "torch.autograd:Variable",  # calls what ends with a backward
     "_get_active_ddp_module": "torch.nn.parallel:DistributedDataParallel",  # which DDP a forward is inside of
+    "_join_config": "torch.distributed.algorithms.join",  # whether processes may have different numbers of batches
     "_set_pg_timeout": DISTRIBUTED + ":",  # gives groups of a mesh the run's timeout
     "_resolve_process_group": DISTRIBUTED + ":",  # which ranks an operation that is recorded is between
     "_internal": "torch.testing:",  # groups that send nothing, for many ranks in one process

@@ -108,11 +108,13 @@ class Sharing:
     def verify(self, batch: Mapping[str, Any], *, loss_of: LossOf | None = None) -> BatchReport:
         """Losses and gradients of one batch with trees and without; see `verify_batch`. Of a sharded model all
         processes call it, each with a batch of its own."""
-        windows, self._batches.windows = self._batches.windows, None  # gradients are there after each backward
+        # Gradients are there after each backward.
+        windows, self._batches.windows = self._batches.windows, None
+        in_window, self.engine.in_window = self.engine.in_window, None
         try:
             return verify_batch(self, batch, loss_of=loss_of)
         finally:
-            self._batches.windows = windows
+            self._batches.windows, self.engine.in_window = windows, in_window
 
 
 def share_model(

@@ -187,12 +187,61 @@ def test_gradients_that_are_zeroed_after_the_forward_of_a_call_by_itself(budget,
     assert gradient_error(gradients_of(model), expected) < CLOSE
 
 
-def test_forwards_of_adapted_experts_are_no_change_of_weights():
-    """PEFT counts one in each, but not where the first call has the adapter switched off, as a reference model."""
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_zeroed_before_a_step_in_another_thread(set_to_none):
+    model = model_of()
+    engine = tw.TreeEngine(model, check=False)
+    engine.step(CALLS[1])
+    expected = gradients_of(model)
+    model.zero_grad()
+    with engine.window():
+        engine.step(CALLS[0])
+        model.zero_grad(set_to_none=set_to_none)
+        thread = threading.Thread(target=engine.step, args=(CALLS[1],))
+        thread.start()
+        thread.join()
+    assert gradient_error(gradients_of(model), expected) < CLOSE
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_a_head_alone_that_are_zeroed(set_to_none):
+    model = model_of(tie_word_embeddings=False).requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    engine = tw.TreeEngine(model, check=False)
+    engine.step(CALLS[1])
+    expected = gradients_of(model)
+    model.zero_grad()
+    with engine.window():
+        engine.step(CALLS[0])
+        model.zero_grad(set_to_none=set_to_none)
+        engine.step(CALLS[1])
+    assert gradient_error(gradients_of(model), expected) < CLOSE
+
+
+def adapted_experts():
     model = model_of("qwen3_moe")
     model.config._experts_implementation_internal = "eager"
     config = LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj"], init_lora_weights=False)
-    model = get_peft_model(model, config).to(torch.float64)
+    return get_peft_model(model, config).to(torch.float64)
+
+
+def test_adapted_experts_that_change_within_a_window_are_an_error():
+    model = adapted_experts()
+    engine = tw.TreeEngine(model, check=False)
+    window = new_window(engine)
+    engine.in_window = window
+    weighted(engine.logprobs(CALLS[0]), 0).backward()
+    for name, each in model.named_parameters():
+        if name.endswith("gate_up_proj"):
+            each.detach().mul_(1.5)
+    with pytest.raises(ConfigError, match="weights were changed"):
+        window.end()
+    assert no_gradient(model)
+
+
+def test_forwards_of_adapted_experts_are_no_change_of_weights():
+    """PEFT counts one in each, but not where the first call has the adapter switched off, as a reference model."""
+    model = adapted_experts()
     expected = flat_gradients(model, CALLS)
     model.zero_grad()
     engine = tw.TreeEngine(model, check=False)

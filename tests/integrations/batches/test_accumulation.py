@@ -214,6 +214,39 @@ def test_gradients_that_are_zeroed_before_the_backward_of_a_call_that_is_left(se
         torch.testing.assert_close(each.grad, expected[name])
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_zeroed_before_the_backward_of_a_call_outside(set_to_none):
+    model = model_of()
+    model(**collate(ROWS[1:2])).loss.backward()
+    expected = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model.zero_grad()
+    sharing = tw.share_prefixes(model)
+    with sharing.window():
+        model(**collate(ROWS[:1])).loss.backward()
+        with sharing.paused():
+            loss = model(**collate(ROWS[1:2])).loss
+        model.zero_grad(set_to_none=set_to_none)
+        loss.backward()
+    for name, each in model.named_parameters():
+        torch.testing.assert_close(each.grad, expected[name])
+
+
+def test_a_batch_is_verified_within_a_window():
+    """As without one; what the window has stays."""
+    model = model_of()
+    for row in ROWS[:2]:
+        model(**collate([row])).loss.backward()
+    expected = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model.zero_grad()
+    sharing = tw.share_prefixes(model)
+    with sharing.window():
+        model(**collate(ROWS[:1])).loss.backward()
+        sharing.verify(collate(ROWS[:2])).raise_if_failed()
+        model(**collate(ROWS[1:2])).loss.backward()
+    for name, each in model.named_parameters():
+        torch.testing.assert_close(each.grad, expected[name])
+
+
 def test_windows_without_anything_shared_are_given_up_and_taken_up_again(tmp_path):
     apart = [([number, number + 1, number + 2], [7]) for number in range(8, 48, 5)]
     settings = {"num_train_epochs": 1, "train_sampling_strategy": "sequential"}

@@ -161,6 +161,15 @@ def nothing_here():
     return [{name: each.grad for name, each in one.named_parameters()} for one in (model, alone)]
 
 
+def joined():
+    """What is said where a process may have fewer batches, and no window to end with the others."""
+    model = DistributedDataParallel(model_of())
+    sharing = tw.share_prefixes(model)
+    with model.join(), pytest.raises(ConfigError) as error, sharing.window():
+        pass
+    return str(error.value)
+
+
 def hooked():
     """What is printed where a hook on a gradient would run on a part of it."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -183,7 +192,7 @@ def two(tmp_path_factory):
         found["wrapped again"], found["nothing here"] = wrapped_again(), nothing_here()
         found["inside alone"] = inside_alone()
         found["own loop"] = own_loop(line=True), own_loop(line=False)
-        return {**found, "hooks": hooked()}
+        return {**found, "hooks": hooked(), "joined": joined()}
 
     return fork_ranks(2, work, folder)
 
@@ -221,6 +230,11 @@ def test_a_process_without_gradients_meets_the_others(two):
 def test_a_window_that_knows_no_ddp_refuses_its_calls(two):
     for found in two:
         assert "the model with DDP around it" in found["inside alone"]
+
+
+def test_uneven_inputs_are_refused(two):
+    for found in two:
+        assert "uneven inputs" in found["joined"]
 
 
 def test_hooks_on_gradients_leave_ddp_as_it_is(two):

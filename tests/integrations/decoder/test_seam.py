@@ -567,6 +567,23 @@ def test_a_head_alone_is_trained(adapts, max_tokens):
     assert_shared(model, padded(), max_tokens=max_tokens)
 
 
+@pytest.mark.parametrize("trains", ["head", "nothing"])
+def test_a_steering_vector_around_what_is_frozen(trains):
+    """Its gradient is not the decoder's to see: such rows are the model's own."""
+    model = model_of(tie_word_embeddings=False)
+    if trains == "head":
+        only_the_head(model)
+    else:
+        model.requires_grad_(False)
+    vector = torch.ones(model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    model.model.layers[0].register_forward_hook(lambda _, __, output: output + vector)
+    (expected,) = torch.autograd.grad(model(**padded()).loss, vector)
+    sharing = tw.share_prefixes(model)
+    model(**padded()).loss.backward()
+    torch.testing.assert_close(vector.grad, expected)
+    assert "hooks on forwards" in str(sharing.counts)
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "lfm2"])
 def test_packed_rows_that_the_model_does_not_cut_are_left(family):
     model = tiny_model(family, torch.float32)

@@ -16,8 +16,8 @@ class Weights:
     """The weights of a model as they were: their versions, and a number of each, for changes that count none."""
 
     def __init__(self, model: nn.Module) -> None:
-        left_out = _counted_by_forwards(model)
-        kept = [each for each in model.parameters() if id(each) not in left_out]
+        left_out, self._all = _counted_by_forwards(model), [*model.parameters()]
+        kept = [each for each in self._all if id(each) not in left_out]
         self._versions = [(each, each._version, each.data_ptr()) for each in kept]
         self._numbers = self._some()
 
@@ -33,8 +33,8 @@ class Weights:
 
     @torch.no_grad()
     def _some(self) -> Tensor:
-        device = self._versions[0][0].device
-        return torch.stack([_one_number(each).to(device) for each, _, _ in self._versions])
+        device = self._all[0].device
+        return torch.stack([_one_number(each).to(device) for each in self._all])
 
 
 def _counted_by_forwards(model: nn.Module) -> set[int]:
@@ -49,15 +49,21 @@ def _one_number(parameter: nn.Parameter) -> Tensor:
     return flat[len(flat) // 2].float() if len(flat) and flat.is_floating_point() else torch.zeros(())
 
 
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [each for each in module.parameters() if each.requires_grad and each.is_leaf]
+
+
 class Marker:
     """A gradient by which is noticed that a host zeroes gradients: it is set to None, or nothing is left of it.
 
     One that is zero would not show it, since calls by themselves may add zeros (of an adapter whose other half is
     zero). So zeros become the smallest normal number, and again zeros at the end, unless something was added.
+
+    decoder: has the parameter, unless the head alone is trained; model: around it.
     """
 
-    def __init__(self, decoder: nn.Module) -> None:
-        trained = [each for each in decoder.parameters() if each.requires_grad and each.is_leaf]
+    def __init__(self, decoder: nn.Module, model: nn.Module) -> None:
+        trained = _trained(decoder) or _trained(model)
         self._parameter = min(trained, key=torch.Tensor.numel, default=None)
         self._grad = None if self._parameter is None else gradient_of(self._parameter)
         self._is_own = self._parameter is not None and self._grad is None

@@ -158,6 +158,7 @@ class Window:
     def found(self, forest: Forest, *, with_routers: bool) -> "KnownTree | None":
         """What is here of the tree of a call, which is answered here; None: it is computed by itself."""
         if forest.has_images or forest.has_routes or threading.get_ident() != self._thread:
+            self._forget_what_was_zeroed()  # before what a step by itself adds hides it
             return None
         self._check_weights()
         self._forget_what_was_zeroed()
@@ -335,7 +336,7 @@ class Window:
         self._forget_what_was_zeroed()
         self._refuse_a_part()
         if self._marker is None:
-            self._marker = Marker(self._lm.decoder)
+            self._marker = Marker(self._lm.decoder, self._lm.model)
         if self._step_hook is None:
             self._step_hook = register_optimizer_step_pre_hook(self._refuse_step)
         if self._waiting is None:
@@ -441,7 +442,7 @@ class Window:
         self._marker = None
         self._clear()
         if is_lost:
-            self._lost, self._marker = why, marker or Marker(self._lm.decoder)
+            self._lost, self._marker = why, marker or Marker(self._lm.decoder, self._lm.model)
             raise ConfigError(why)
 
     def _refuse_a_part(self) -> None:

@@ -79,12 +79,15 @@ class AccumulationWindow:
             if self._late_sum is None:
                 self.why_off = "several processes, and a forward outside of DDP's"
             return False
-        if self._late_sum is not None and self._late_sum.parallel is not parallel:  # a second trainer wraps it anew
-            self._late_sum.remove()
-            self._late_sum = None
+        why = why_not(parallel)
+        if self._late_sum is not None:
+            is_another = self._late_sum.parallel is not parallel  # a second trainer wraps it anew
+            if is_another or (why is not None and not self._calls.num_flat_tokens):  # between steps
+                self._late_sum.remove()
+                self._late_sum = None
         if self._late_sum is None:
-            self.why_off = why_not(parallel)
-            if self.why_off is None:
+            self.why_off = why
+            if why is None:
                 self._late_sum = LateSum(parallel, lambda: self._is_open)
         return self._late_sum is not None
 

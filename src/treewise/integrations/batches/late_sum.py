@@ -91,6 +91,9 @@ def why_not(parallel: DistributedDataParallel) -> str | None:
     """Why gradients cannot be added up late; None: they can."""
     if parallel.static_graph or parallel.mixed_precision is not None:
         return "DDP with static_graph or mixed_precision"
+    # Processes that have no more rows answer what is added up in a backward, and nothing after it.
+    if parallel._join_config.enable:  # noqa: SLF001
+        return "DDP within join (uneven inputs)"
     if have_hooks(parallel.parameters()):
         return "hooks on gradients under DDP, which would run on those of one process"
     return None

@@ -95,6 +95,8 @@ class DecoderSeam:
                 output = own(*args, **kwargs)
                 if isinstance(output, ModelOutput):  # of the probe; some families declare another
                     self._kind = type(output)
+                if "treewise" not in kwargs:
+                    self._look_before_backward(output)
                 return output
             return self._serve(args, kwargs)
 
@@ -142,6 +144,7 @@ class DecoderSeam:
             arguments.update(arguments_of(self._own, args, kwargs))
             _refuse_adapters_by_row(self.decoder)
             self._refuse_router_logits(arguments)
+            self._refuse_hooks_of_what_is_frozen()
             with self.paused():  # whether it cuts packed rows is seen by calling it
                 rows = rows_of_call(arguments, self.model.config, self._batches.rules)
             self._refuse_scored_padding(rows, asked)
@@ -150,8 +153,7 @@ class DecoderSeam:
         rows = self._batches.rows(make)
         if rows is None:
             output = self._own(*args, **kwargs)
-            if (window := self._batches.open_window) is not None:
-                window.look_before_backward(output[:1])
+            self._look_before_backward(output)
             return output
 
         def compute() -> Computed:
@@ -165,6 +167,12 @@ class DecoderSeam:
         computed = with_less_memory(compute, self._batches.engine.budget, rows.forest.num_tokens)
         self._batches.count(rows, len(arguments["input_ids"]), computed)
         return self._output(rows, arguments, *(next(iter(values.values())) for values in computed.values))
+
+    @torch.compiler.disable
+    def _look_before_backward(self, output: Any) -> None:
+        """Of a call that is left to the model's own forward."""
+        if (window := self._batches.open_window) is not None:
+            window.look_before_backward(output[:1])
 
     def _gradients_if_any(self) -> AbstractContextManager[Any]:
         """No gradients where nothing of the decoder is trained, as with adapters switched off or of the head alone;
@@ -204,6 +212,13 @@ class DecoderSeam:
     def _refuse_router_logits(self, arguments: dict[str, Any]) -> None:
         if self._wants_routers(arguments) and "router_logits" not in self._kind.__dataclass_fields__:
             raise NotShareable(f"{type(self.decoder).__name__} is asked for router logits, which it does not return")
+
+    def _refuse_hooks_of_what_is_frozen(self) -> None:
+        """Raises `NotShareable` where a hook may add what is trained to layers that are not, as a steering vector."""
+        if not torch.is_grad_enabled() or self._batches.together is not None or _is_trained(self.decoder):
+            return
+        if any(vars(each)["_forward_hooks"] or vars(each)["_forward_pre_hooks"] for each in self.decoder.modules()):
+            raise NotShareable("nothing of its decoder is trained, and hooks on forwards may add something that is")
 
 
 def _is_trained(module: nn.Module) -> bool:
