@@ -223,7 +223,7 @@ def test_a_log_is_not_written_over_by_the_twin(rows: Path, tmp_path: Path, data_
     log, html = tmp_path / "log.json", tmp_path / "log.html"
     log.write_text(json.dumps([json.loads(line) for line in rows.read_text().splitlines()]))
     before = log.read_bytes()
-    with pytest.raises(ConfigError, match="log.json is there and is no report"):
+    with pytest.raises(ConfigError, match=r"log.json is there and is no report"):
         call("inspect", log, "--html", html)
     with pytest.raises(ConfigError, match="Give the page another name"):
         write_page(html, data_report, None, "0")
