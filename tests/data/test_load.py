@@ -147,6 +147,18 @@ def test_quarantined_records_are_written_with_place_and_reason(write, tokenizer,
     assert [(line["location"], line["reason"]) for line in lines] == dataset.report.dropped
 
 
+@pytest.mark.parametrize("data", ["rows.jsonl", "."])
+def test_data_are_not_written_over_by_bad_records(data, write, tmp_path, monkeypatch):
+    """As where someone mended the file of an earlier load, or names the folder in which it stands."""
+    rows = write(GOOD, BAD, name="rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.jsonl").symlink_to("rows.jsonl")
+    before = rows.read_bytes()
+    with pytest.raises(ConfigError, match=r"link.jsonl is among the data, .*give it another name"):
+        load_trees(data, on_bad_record="quarantine", quarantine_path="link.jsonl")
+    assert rows.read_bytes() == before
+
+
 def test_bad_trees_given_by_line_are_quarantined_whole(write, tmp_path):
     nodes = [{"tree": 1, "parent": None, "token_ids": [1, 2]}, {"tree": 2, "parent": "x", "token_ids": [3]}]
     out = tmp_path / "q.jsonl"

@@ -18,6 +18,7 @@ from treewise.base.columns import Columns
 from treewise.base.durable import write_atomically
 from treewise.base.own_files import read_own, sealed, unsealed
 from treewise.bench.varlen import HOPPER, NEWER
+from treewise.errors import ConfigError
 
 
 class Seconds(TypedDict):
@@ -85,7 +86,13 @@ def processor() -> str:
 
 
 def file_of(path: Path, name: str = "bench") -> Path:
-    """The file that a path means: itself, or `<name>-<hardware>.json` in a folder."""
+    """The file that a path means: itself, or `<name>-<hardware>.json` in a folder.
+
+    Raises:
+        ConfigError: a file that is no `.json`.
+    """
+    if path.suffix != ".json" and path.is_file():
+        raise ConfigError(f"{path} is a file; name one that ends in .json, or a folder.")
     return path if path.suffix == ".json" else path / f"{name}-{hardware()}.json"
 
 

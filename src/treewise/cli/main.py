@@ -24,7 +24,7 @@ from treewise.errors import ConfigError, LostRankError, StoppedError, TreewiseEr
 INTERRUPTED = 130
 SECONDS_TO_END = 10.0  # that a command has after SIGINT
 _PARENT = os.getppid()  # before anything is loaded, which takes seconds
-_UNTOLD = ("serve", "completion")  # which waits for clients; which a shell reads
+_UNTOLD = ("serve", "completion")  # which says itself what it loads, then waits for clients; which a shell reads
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -160,6 +160,7 @@ def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "
         if paths is None:
             datasets.append(None)
             continue
+        quarantine = Path("quarantine.jsonl" if name == "data" else f"quarantine_{name}.jsonl")  # a file for each load
         with told_reading(f"reading {name}", tokenizer, config) as advance:
             dataset = load_trees(
                 paths,
@@ -168,10 +169,14 @@ def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "
                 num_workers=config.num_workers,
                 progress=advance,
                 on_bad_record=config.on_bad_record,
+                quarantine_path=quarantine,
                 read_only=read_only,
             )
         if is_first_rank():
             _report(name, dataset)
+            is_written = config.on_bad_record == "quarantine" and not read_only and bool(dataset.report.dropped)
+            if is_written and quarantine.stat().st_size:
+                print(f"{name}: bad records, with reasons, are in {quarantine}", file=sys.stderr)
         datasets.append(dataset)
     train_data, eval_data = datasets
     assert train_data is not None
@@ -186,7 +191,7 @@ def _report(name: str, dataset: "Trees", limit: int = 5) -> None:
     if report.unused_keys:
         print(f"{name}: keys that nothing reads: {', '.join(report.unused_key_lines())}", file=sys.stderr)
     for kind, lines in (
-        ("left out", [f"{location}: {reason}" for location, reason in report.dropped]),
+        ("left out", report.dropped_lines()),
         ("warning", report.warnings),
     ):
         for line in lines[:limit]:

@@ -162,6 +162,8 @@ def _load(
             if stored is not None:
                 return TreeDataset(*stored, LoadReport(**stored[1]["report"]), *merge)
     processes = choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
+    if settings.quarantines:
+        _refuse_data(settings.quarantine, sources)
     with TreeBuilder(reader, settings) as builder, _shown(settings.progress) as advance:
         jobs = read_sources(sources, builder.report, builder.drop_bad if settings.quarantines else None)
         for num_bytes, results in _read_all(jobs, reader, processes):
@@ -179,6 +181,16 @@ def _load(
             warnings.append(f"{path}: the cache could not be written ({error.strerror}); the next load renders again.")
     report.warnings += warnings
     return TreeDataset(table, facts, report, *merge)
+
+
+def _refuse_data(quarantine: Path, sources: Sequence[Source]) -> None:
+    """Raises `ConfigError` where data would be written over before they are read."""
+    own = quarantine.resolve()
+    if any(source.data_file is not None and source.data_file.resolve() == own for source in sources):
+        raise ConfigError(
+            f"{quarantine} is among the data, and bad records are written over it (quarantine_path); give it another "
+            "name, or leave it out."
+        )
 
 
 def choose_num_workers(num_workers: int | None, num_bytes: int) -> int:
@@ -367,8 +379,8 @@ class TreeBuilder:
         report = self.report
         trees = [tree for tree in self.trees if tree.num_rows]
         if not trees:
-            left = report.dropped
-            reason = f" ({num(len(left), 'record')} left out; the first: {': '.join(left[0])})" if left else ""
+            left = report.dropped_lines()
+            reason = f" ({num(len(left), 'record')} left out; the first: {left[0]})" if left else ""
             raise DataError(f"no record to train on in {num(num_sources, 'file')}{reason}.")
         index_of_tree = np.full(len(self.trees), -1)
         index_of_tree[[tree.index for tree in trees]] = np.arange(len(trees))

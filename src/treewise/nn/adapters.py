@@ -58,6 +58,9 @@ def adapted(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
+            warnings.filterwarnings(
+                "ignore", "Model has `tie_word_embeddings=True`"
+            )  # `warn_of_parted_tables` says what
             settings = lora_config(lora) if isinstance(lora, Mapping) else lora
             if isinstance(lora, Mapping):
                 _refuse_unknown_names(model, settings)

@@ -445,14 +445,17 @@ def make_app(
     return Api(Store(folder, served, settings.names[0], journal)).app()
 
 
-def serve(settings: ServeSettings) -> None:
+def serve(settings: ServeSettings, when_loaded: Callable[[], object] = lambda: None) -> None:
     """Serves until a signal ends it; then the request at hand is finished, and models are saved.
+
+    when_loaded: called before the first request is taken.
 
     Raises:
         ConfigError: as `make_app`; or another server holds the folder.
     """
-    with RunLock(settings.folder), listening_socket(settings.host, settings.port) as own:
+    with RunLock(settings.folder, "folder"), listening_socket(settings.host, settings.port) as own:
         app = make_app(settings)
+        when_loaded()
         # h11's limit ends headers that never do.
         limits = {"limit_concurrency": max(1024, 4 * settings.max_queue), "timeout_graceful_shutdown": 5}
         serve_on(own, settings.host, app, **limits)

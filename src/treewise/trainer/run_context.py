@@ -80,15 +80,20 @@ NAME = ".treewise.lock"
 
 
 class RunLock:
-    """Keeps other runs out of a folder while it is held. One process may hold it several times over."""
+    """Keeps other runs out of a folder while it is held. One process may hold it several times over.
+
+    Parameters:
+        setting: the one that names the folder, for errors.
+    """
 
     _held: dict[Path, tuple[int, int]] = {}  # noqa: RUF012 - of all locks: folder -> (open file, times taken)
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, setting: str = "output_dir") -> None:
+        self._setting = setting
         try:
             self.folder = Path(folder).resolve()
         except (OSError, RuntimeError):
-            raise ConfigError(f"output_dir {folder} is a link that leads to itself; remove it.") from None
+            raise ConfigError(f"{setting} {folder} is a link that leads to itself; remove it.") from None
         self._is_new = False
 
     def __enter__(self) -> "RunLock":
@@ -125,7 +130,7 @@ class RunLock:
             descriptor = self._open()
         except OSError as error:
             self._refuse(error)
-            raise ConfigError(f"output_dir {self.folder} cannot be written ({error.strerror}).") from error
+            raise ConfigError(f"{self._setting} {self.folder} cannot be written ({error.strerror}).") from error
         self._held[self.folder] = descriptor, 1
 
     def _refuse(self, error: OSError) -> None:
@@ -198,7 +203,7 @@ class RunLock:
 
     def _in_use(self, holder: dict[str, Any]) -> str:
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} (since {holder.get('since', '?')})"
-        return f"output_dir {self.folder} is in use by {who}; wait for it, stop it, or choose another folder."
+        return f"{self._setting} {self.folder} is in use by {who}; wait for it, stop it, or choose another folder."
 
 
 if hasattr(os, "register_at_fork"):

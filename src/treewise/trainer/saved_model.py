@@ -12,6 +12,7 @@ with those of the model in memory, by roundings in the dtype in which they compu
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -215,7 +216,7 @@ def _read(folder: SavedFolder, model: nn.Module) -> tuple[PreTrainedModel | str,
     base = base_model(model)
     is_causal = type(base.config) in MODEL_FOR_CAUSAL_LM_MAPPING
     read: Callable[..., Any] = (AutoModelForCausalLM if is_causal else type(base)).from_pretrained
-    with _without_bars(), torch.random.fork_rng(devices=[]):  # new modules are drawn before their weights are read
+    with _quiet(), torch.random.fork_rng(devices=[]):  # new modules are drawn before their weights are read
         if not is_peft(model):
             saved, info = read(folder.path, dtype="auto", output_loading_info=True)
             return saved.eval(), sorted(info["missing_keys"])
@@ -329,11 +330,14 @@ def _worst(folder: SavedFolder, model: nn.Module, held: Mapping[str, Tensor]) ->
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
+    """Without bars, and warnings of PEFT and transformers about what was warned of when the model was made."""
     was_on = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         if was_on:
             transformers_logging.enable_progress_bar()

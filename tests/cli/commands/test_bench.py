@@ -17,6 +17,17 @@ pytest.importorskip("trl")
 TINY = ["bench", "--model", "qwen3-tiny", "--size", "tiny", "--device", "cpu", "--repetitions", "1"]
 
 
+@pytest.mark.parametrize(("name", "says"), [("rows.jsonl", "name one that ends in .json"), ("log.json", "no results")])
+def test_what_results_cannot_be_added_to_is_an_error_before_a_step(
+    name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treewise.bench.measure_workload", None)
+    (tmp_path / name).write_text("[]")
+    assert main([*TINY, "--json", str(tmp_path / name)]) == 2
+    assert says in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "[]"
+
+
 @pytest.mark.exhaustive
 def test_a_run_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"

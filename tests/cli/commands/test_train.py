@@ -316,7 +316,21 @@ def test_a_bad_record_can_be_left_out_and_is_counted(folder, capsys):
     assert main(["train", "run.yaml"]) == 2
     assert "rows.jsonl:16" in capsys.readouterr().err
     assert main(["train", "run.yaml", "--on_bad_record", "quarantine"]) == 0
-    assert "data: left out: rows.jsonl:16" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "data: left out: rows.jsonl:16: token_ids" in err
+    assert "data: bad records, with reasons, are in quarantine.jsonl" in err
+
+
+def test_bad_records_of_evaluation_data_are_in_a_file_of_their_own(folder, capsys):
+    rows = (folder / "rows.jsonl").read_text()
+    (folder / "rows.jsonl").write_text(rows + '{"token_ids": []}\n')
+    (folder / "held.jsonl").write_text(rows + '{"token_ids": [1, "x"]}\n')
+    arguments = ["--on_bad_record", "quarantine", "--eval_data", "held.jsonl", "--max_steps", "1"]
+    assert main(["train", "run.yaml", *arguments]) == 0
+    assert "eval_data: bad records, with reasons, are in quarantine_eval_data.jsonl" in capsys.readouterr().err
+    for name, place in (("quarantine", "rows.jsonl:16"), ("quarantine_eval_data", "held.jsonl:16")):
+        lines = (folder / f"{name}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["location"] for line in lines] == [place]
 
 
 def test_debug_shows_the_traceback(folder):

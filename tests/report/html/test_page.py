@@ -218,6 +218,21 @@ def test_what_cannot_be_written_is_named(
         write_page(tmp_path / name, data_report if has_data else None, None, "0")
 
 
+def test_a_log_is_not_written_over_by_the_twin(rows: Path, tmp_path: Path, data_report: DataReport) -> None:
+    """A page beside a log of one list, by its name; a page of before is replaced."""
+    log, html = tmp_path / "log.json", tmp_path / "log.html"
+    log.write_text(json.dumps([json.loads(line) for line in rows.read_text().splitlines()]))
+    before = log.read_bytes()
+    with pytest.raises(ConfigError, match=r"log.json is there and is no report"):
+        call("inspect", log, "--html", html)
+    with pytest.raises(ConfigError, match="Give the page another name"):
+        write_page(html, data_report, None, "0")
+    assert log.read_bytes() == before
+    assert not html.exists()
+    for _ in range(2):
+        write_page(tmp_path / "new.html", data_report, None, "0")
+
+
 def test_numbers_are_printed_with_units() -> None:
     assert (count(1234567), count(None)) == ("1,234,567", "–")
     assert ratio(1.234) == "1.23 ×"

@@ -80,9 +80,11 @@ def run(args: argparse.Namespace) -> int:
     print(f"measuring {what}: steps of {', '.join(args.against)} and treewise in turns{limit}", flush=True)
     import torch
 
-    from treewise.bench.results import LEGEND, command_line, row_view
+    from treewise.bench.results import LEGEND, command_line, file_of, row_view
     from treewise.nn.device import chosen_device
 
+    if args.json is not None and file_of(Path(args.json), args.name).exists():
+        bench.load(Path(args.json), args.name)  # rows are added to it, and it is found damaged before they are measured
     device = chosen_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     console = Console(width=None if Console().is_terminal else 200)

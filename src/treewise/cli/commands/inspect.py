@@ -97,8 +97,9 @@ def _write_html(args: argparse.Namespace, rates: Rates, logged: RunReport | None
     # Imported here: the terminal tables need neither templates nor plans.
     from treewise.nn.wrapped import num_embeddings
     from treewise.report.html.build import build_data_report, twin
-    from treewise.report.html.page import write_page
+    from treewise.report.html.page import checked_paths, write_page
 
+    checked_paths(args.html)
     data_report = None
     if args.data:
         model = None if args.model is None else load_shapes(args.model, args.gguf_file, args.dtype)

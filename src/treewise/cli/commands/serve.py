@@ -1,8 +1,10 @@
 """`treewise serve --model M`: the Tinker API on trees, on this machine."""
 
 import argparse
+from contextlib import ExitStack
 
 from treewise.cli.declared_flags import add_flags, settings_of
+from treewise.cli.waiting import telling
 from treewise.errors import require_packages
 from treewise.serve.settings import ServeSettings
 
@@ -19,9 +21,11 @@ def run(args: argparse.Namespace) -> int:
     """Serves until a signal ends it; returns the exit code."""
     settings = settings_of(args, ServeSettings, "serve")
     require_packages("treewise serve", NEEDED)
-    from treewise.nn.platform.memory import keep_few_kernels  # slow to import
-    from treewise.serve.app import serve
+    with ExitStack() as told:
+        told.enter_context(telling("serve"))
+        from treewise.nn.platform.memory import keep_few_kernels  # slow to import
+        from treewise.serve.app import serve
 
-    keep_few_kernels()
-    serve(settings)
+        keep_few_kernels()
+        serve(settings, when_loaded=told.close)
     return 0

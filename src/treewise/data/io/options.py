@@ -121,6 +121,10 @@ class LoadReport:
     warnings: list[str] = field(default_factory=list)
     dates: list[str] = field(default_factory=list)
 
+    def dropped_lines(self) -> list[str]:
+        """`rows.jsonl:3: why` for every record that was left out; errors name its place themselves."""
+        return [why if why.startswith(location) else f"{location}: {why}" for location, why in self.dropped]
+
     def unused_key_lines(self) -> list[str]:
         """`meta (367 records)` for every key that nothing reads, the most frequent first."""
         counts = sorted(self.unused_keys.items(), key=lambda item: -item[1])

@@ -177,7 +177,7 @@ def inspect_forests(
     examples["extremely long trajectory"] = long_trajectories(lengths, sources)
     examples["retokenised or unusual"] = list(load.warnings)
     examples["unused key"] = load.unused_key_lines()
-    examples["dropped record"] = [f"{location}: {reason}" for location, reason in load.dropped]
+    examples["dropped record"] = load.dropped_lines()
     findings = tuple(
         Finding(kind, len(examples[kind]), meaning, tuple(examples[kind][:NUM_EXAMPLES]))
         for kind, meaning in MEANINGS.items()

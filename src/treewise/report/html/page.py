@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from treewise.errors import ConfigError, bytes_as_text
 from treewise.report.analysis.bill import EPISODES, cells, flops_as_text, headline
 from treewise.report.analysis.lost_sharing import AVOIDABLE
 from treewise.report.analysis.run_log import RunReport
-from treewise.report.html.build import DRAWN_RULE, DataReport, memory_chart, run_charts, timeline_chart, twin
+from treewise.report.html.build import DRAWN_RULE, SCHEMA, DataReport, memory_chart, run_charts, timeline_chart, twin
 from treewise.report.html.charts import BAR_ROW, BAR_WIDTH, Chart, bars_of, drawing
 
 SCRIPTS = (
@@ -57,20 +58,37 @@ def _charts_of(sections: Sequence[Section]) -> dict[str, Chart]:
     return {f"{part}-{index}": chart for part, each in enumerate(sections) for index, chart in enumerate(each.charts)}
 
 
+def checked_paths(path: str | Path) -> tuple[Path, Path]:
+    """The page and its twin.
+
+    Raises:
+        ConfigError: a name that does not end in `.html`, or a file in the twin's place that is of no page.
+    """
+    html = Path(path)
+    if html.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"{html}: the report is an HTML file; name it {html.stem or 'report'}.html.")
+    twin_path = html.with_suffix(".json")
+    if twin_path.is_file():
+        with suppress(PermissionError), twin_path.open("rb") as there:  # which writing names
+            if f'"{SCHEMA}"'.encode() not in there.read(64):
+                raise ConfigError(
+                    f"{twin_path} is there and is no report; the facts of {html.name} are written under this name. "
+                    "Give the page another name, or move that file."
+                )
+    return html, twin_path
+
+
 def write_page(
     path: str | Path, data: DataReport | None, run: RunReport | None, version: str, sections: Sequence[Section] = ()
 ) -> tuple[Path, Path]:
     """Writes the page and its twin (`.json` beside it); returns both paths. sections: what the page begins with.
 
     Raises:
-        ConfigError: neither data nor a run, a name that does not end in `.html`, or a folder that cannot be written.
+        ConfigError: neither data nor a run, a folder that cannot be written, or as `checked_paths`.
     """
-    html = Path(path)
-    if html.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"{html}: the report is an HTML file; name it {html.stem or 'report'}.html.")
+    html, twin_path = checked_paths(path)
     if data is None and run is None:
         raise ConfigError("nothing to report: name data, a run, or both.")
-    twin_path = html.with_suffix(".json")
     try:
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(render_page(data, run, version, sections), encoding="utf-8")

@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -216,7 +217,8 @@ def write_model(
         return
     folder.mkdir(parents=True, exist_ok=True)
     if is_whole:
-        with as_whole_model(model):
+        with as_whole_model(model), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # of PEFT, that it saves tables
             model.save_pretrained(folder, state_dict=state)
     else:
         adapters: Mapping[str, PeftConfig] | None = getattr(model, "peft_config", None)

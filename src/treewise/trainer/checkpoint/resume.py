@@ -83,7 +83,10 @@ def _check_same_run(checkpoint: Path, manifest: dict[str, Any], facts: dict[str,
                 "Restore the data (same records, same order, same rendering), or start a new run from its weights."
             )
         if name == "model":
-            raise CheckpointError(f"{checkpoint} was made with the model {then}, now {now}.")
+            raise CheckpointError(
+                f"{checkpoint} was made with the model {then}, now {now}. Resume with the former model and adapters, "
+                "or start a new run from its weights."
+            )
         hint = ""
         if name == "template_date":
             hint = f" The chat template writes it as today's date: set template_date to {then}."
