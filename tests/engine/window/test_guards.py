@@ -34,6 +34,17 @@ def test_weights_that_are_changed_or_replaced_are_seen():
     assert weights.have_changed()
 
 
+def test_weights_that_diverged_have_not_changed():
+    model = torch.nn.Linear(2, 2)
+    for value in (torch.nan, torch.inf):
+        model.weight.data.fill_(value)
+        weights = Weights(model)
+        weights.compare_values()
+        model.weight.data.fill_(1)
+        with pytest.raises(ConfigError, match="weights were changed"):
+            weights.compare_values()
+
+
 def test_memory_that_runs_out_at_the_end_takes_other_ways(monkeypatch):
     """Without the held graphs, then with fewer tokens at a time; earlier gradients stay."""
     model = model_of()

@@ -171,6 +171,31 @@ def test_a_loop_of_accelerate():
     assert found[2].counts.share_ratio > 1.5
 
 
+def test_a_reference_model_that_changes_with_a_step():
+    """Through parameter.data, which torch does not count, as TRL's `sync_ref_model` does; no accelerator trains it."""
+
+    def run(line):
+        model, reference = model_of(), model_of()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = accelerator.prepare(model)
+        sharings = [tw.share_prefixes(each) for each in (model, reference)] if line else []
+        found = []
+        for row in ROWS[:4]:
+            with accelerator.accumulate(model):
+                with torch.no_grad():
+                    found.append(float(reference(**collate([row])).loss))
+                accelerator.backward(model(**collate([row])).loss)
+                if accelerator.sync_gradients:
+                    for each in reference.parameters():
+                        each.data.mul_(0.9)
+        for each in sharings:
+            assert each.counts.share_ratio > 1
+            each.remove()
+        return found
+
+    assert run(line=True) == pytest.approx(run(line=False), rel=1e-6)
+
+
 def test_a_loop_of_ones_own():
     def run(share):
         model = model_of()

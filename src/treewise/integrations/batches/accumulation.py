@@ -48,6 +48,7 @@ class AccumulationWindow:
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_worth_it = True
         self._calls: StepCalls
+        self._has_graphs = False  # of a call of this step
         self.window: Window | None = None
         self.num_windows = 0
         self._late_sum: LateSum | None = None  # of several processes, once a call has shown their DDP
@@ -102,6 +103,7 @@ class AccumulationWindow:
         is_own = self._engine.in_window is None and self.is_due
         if is_own:
             self._calls.add(forest)
+            self._has_graphs |= torch.is_grad_enabled()
         is_entered = is_own and self._is_worth_it
         if is_entered:
             self._engine.in_window = self.window
@@ -125,7 +127,7 @@ class AccumulationWindow:
         """The last backward before a step is over: gradients of all calls are added to the parameters'."""
         if self.window is None or not self._calls.num_flat_tokens:
             return
-        calls, self._calls = self._calls, features.window.StepCalls()
+        calls, self._calls, self._has_graphs = self._calls, features.window.StepCalls(), False
         self._is_worth_it = calls.num_flat_tokens >= self._min_ratio * calls.num_tree_tokens
         self.num_windows += self.window.num_calls > 0
         with self.paused():
@@ -142,10 +144,11 @@ class AccumulationWindow:
         _listening.discard(self)
         _stop_listening()
 
-    def is_trained_by(self, accelerator: Any) -> bool:
-        """Whether an accelerator has prepared this model."""
+    def ends_with(self, accelerator: Any) -> bool:
+        """Whether an accelerator trains this model, or calls have been without gradients, as of a reference model: what
+        steps are to others, it may change at (TRL's `sync_ref_model`, which torch's count of changes does not see)."""
         models = accelerator._models  # noqa: SLF001
-        return any(map(self._is_inside, models))
+        return not self._has_graphs or any(map(self._is_inside, models))
 
     def _is_inside(self, wrapped: Any) -> bool:
         inner = unwrap_model(wrapped)
@@ -173,7 +176,7 @@ def _listen(window: AccumulationWindow) -> None:
         own(accelerator, loss, **kwargs)
         if accelerator.sync_gradients:
             for each in list(_listening):
-                if each.is_trained_by(accelerator):
+                if each.ends_with(accelerator):
                     each.end()
 
     _own_backward.append(own)
