@@ -2,7 +2,9 @@
 
 import json
 import logging
+import time
 from functools import partial
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -211,3 +213,27 @@ def test_two_ranks_are_told_of_damage(tmp_path) -> None:
     first, second = fork_ranks(2, lambda: sharded_save(tmp_path), tmp_path)
     assert first == second
     assert f"{GATE} differs most" in first
+
+
+def read_late(folder) -> bool:
+    """Whether the last rank had its answer when this process went on."""
+    asleep, awake = folder / "asleep", folder / "awake"
+
+    def sleep(_: float) -> None:
+        asleep.touch()
+        time.sleep(0.3)
+        awake.touch()
+
+    def work() -> dict:
+        while not asleep.exists():
+            time.sleep(0.01)
+        return {}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_model, "time", SimpleNamespace(sleep=sleep))
+        saved_model._on_first_rank(work)
+    return awake.exists()
+
+
+def test_rank_0_whose_end_may_be_the_stores_goes_on_when_all_have_read(tmp_path) -> None:
+    assert fork_ranks(2, lambda: read_late(tmp_path), tmp_path) == [True, True]

@@ -345,7 +345,8 @@ def _quiet() -> Iterator[None]:
 
 def _on_first_rank(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What rank 0 finds, on every rank. The others poll the store of the run: reading a large model may take longer
-    than a collective operation may wait.
+    than a collective operation may wait. Rank 0, which may hold the store, goes on when all have read it: a run's last
+    save is followed by its end.
     """
     if ranks.count() == 1:
         return work()
@@ -358,8 +359,9 @@ def _on_first_rank(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}", "names_worst": False}
         store.set(key, json.dumps(found))
-        return found
-    while not store.check([key]):
-        time.sleep(_POLL_SECONDS)
-    answer: dict[str, Any] = json.loads(store.get(key))
-    return answer
+    else:
+        while not store.check([key]):
+            time.sleep(_POLL_SECONDS)
+        found = json.loads(store.get(key))
+    ranks.on_every_rank(lambda: None)
+    return found
