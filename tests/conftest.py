@@ -4,7 +4,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 # Before torch and transformers are imported, which read these once.
@@ -101,6 +101,18 @@ def _fixed_seeds() -> None:
     np.random.seed(0)  # noqa: NPY002 - transformers draws from the global generator
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _models_are_tied() -> Iterator[None]:
+    """Of two loads at once, in threads of a test, transformers may leave `PreTrainedModel.tie_weights` empty; then that
+    test fails, and not those after it."""
+    loading = sys.modules.get("transformers.modeling_utils")
+    own = None if loading is None else loading.PreTrainedModel.tie_weights
+    yield
+    if loading is not None and loading.PreTrainedModel.tie_weights is not own:
+        loading.PreTrainedModel.tie_weights = own
+        pytest.fail("PreTrainedModel.tie_weights was replaced: were two models loaded at once, in threads?")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,6 +18,10 @@ from transformers import AutoModelForCausalLM
 from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler
 from treewise.testing import tiny_model
 
+# Of all servers of a process: while transformers loads a model it replaces `PreTrainedModel.tie_weights`, and of two
+# loads at once the second puts the first one's replacement back, for good.
+LOADING = threading.Lock()
+
 
 class StandIn(ThreadingHTTPServer):
     """Completes token ids. `failures` are statuses that it answers first; `edit` changes an answer; `missing` are paths
@@ -116,7 +120,8 @@ class StandIn(ThreadingHTTPServer):
     def on_collective_rpc(self, asked: Any) -> tuple[int, Any]:
         if "method" not in asked:
             return 400, {"detail": "Missing 'method' in request body"}
-        self.model = AutoModelForCausalLM.from_pretrained(asked["kwargs"]["weights_path"])
+        with LOADING:
+            self.model = AutoModelForCausalLM.from_pretrained(asked["kwargs"]["weights_path"])
         return 200, {"results": [None]}
 
     def on_reset_prefix_cache(self, _: Any) -> tuple[int, Any]:
