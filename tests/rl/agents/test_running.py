@@ -373,7 +373,11 @@ def pid_in(path, goes_on):
 
 def assert_ends(pid):
     for _ in range(3000):
-        if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+        except (FileNotFoundError, ProcessLookupError):  # before it is opened, and between that and reading
+            return
+        if "Z" in state:
             return
         threading.Event().wait(0.01)
     pytest.fail(f"{pid} goes on")
