@@ -93,12 +93,13 @@ def held_tokens(
         sizes: tokens of each draw, by its number. In a row they follow one another, from the first on.
         draws_and_weights: of each row, [n] each.
     """
-    found = {draw: HeldTokens(*np.zeros((2, size), dtype=bool)) for draw, size in sizes.items()}
+    found = {draw: HeldTokens(np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)) for draw, size in sizes.items()}
     for draws, weights in draws_and_weights:
-        starts = np.flatnonzero(np.append(True, draws[1:] != draws[:-1]))
+        starts: list[int] = np.flatnonzero(np.append(True, draws[1:] != draws[:-1])).tolist()
         for start, end in zip(starts, [*starts[1:], len(draws)], strict=True):
-            if draws[start] >= 0:
-                own = found[int(draws[start])]
+            draw = int(draws[start])
+            if draw >= 0:
+                own = found[draw]
                 own.held[: end - start] = True
                 own.trained[: end - start] |= weights[start:end] > 0
     return found
