@@ -58,9 +58,8 @@ def adapted(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
-            warnings.filterwarnings(
-                "ignore", "Model has `tie_word_embeddings=True`"
-            )  # `warn_of_parted_tables` says what
+            # `warn_of_parted_tables` says what.
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
             settings = lora_config(lora) if isinstance(lora, Mapping) else lora
             if isinstance(lora, Mapping):
                 _refuse_unknown_names(model, settings)

@@ -198,9 +198,14 @@ def test_gradients_that_are_zeroed_after_the_forward_of_a_call_by_itself(budget,
     assert gradient_error(gradients_of(model), expected) < CLOSE
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_are_zeroed_before_a_step_in_another_thread(set_to_none):
-    model = model_of()
+def in_a_thread(step, rows):
+    thread = threading.Thread(target=step, args=(rows,))
+    thread.start()
+    thread.join()
+
+
+def check_zeroed_before_a_step(model, set_to_none, run=lambda step, rows: step(rows)):
+    """The gradients are those of the second step alone."""
     engine = tw.TreeEngine(model, check=False)
     engine.step(CALLS[1])
     expected = gradients_of(model)
@@ -208,25 +213,20 @@ def test_gradients_that_are_zeroed_before_a_step_in_another_thread(set_to_none):
     with engine.window():
         engine.step(CALLS[0])
         model.zero_grad(set_to_none=set_to_none)
-        thread = threading.Thread(target=engine.step, args=(CALLS[1],))
-        thread.start()
-        thread.join()
+        run(engine.step, CALLS[1])
     assert gradient_error(gradients_of(model), expected) < CLOSE
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_zeroed_before_a_step_in_another_thread(set_to_none):
+    check_zeroed_before_a_step(model_of(), set_to_none, in_a_thread)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_of_a_head_alone_that_are_zeroed(set_to_none):
     model = model_of(tie_word_embeddings=False).requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    engine = tw.TreeEngine(model, check=False)
-    engine.step(CALLS[1])
-    expected = gradients_of(model)
-    model.zero_grad()
-    with engine.window():
-        engine.step(CALLS[0])
-        model.zero_grad(set_to_none=set_to_none)
-        engine.step(CALLS[1])
-    assert gradient_error(gradients_of(model), expected) < CLOSE
+    check_zeroed_before_a_step(model, set_to_none)
 
 
 def adapted_experts():

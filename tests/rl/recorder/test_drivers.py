@@ -136,16 +136,6 @@ IN_FIELDS = (  # as GPT-OSS's: no result whose call is not there, by its id
 )
 
 
-def test_results_name_the_calls_of_a_turn_that_a_template_takes_in_fields_alone(monkeypatch):
-    monkeypatch.setitem(TEMPLATES, "in fields", lambda: IN_FIELDS)
-    once = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}</tool_call>'
-    turns = [ids_of(f"{text}<|im_end|>") for text in (once, once * 2, "It is cold.")]
-    episode = by_environment("in fields", turns, is_cut=False)
-    [row] = by_agent("in fields", turns, episode.schemas, is_cut=False)
-    assert row["token_ids"] == episode.token_ids
-    assert tokenizer().decode(episode.token_ids).count("tool Cold in Oslo") == 3
-
-
 WITH_IDS = (  # as Mistral's: no result without the id of its call, of nine characters
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
@@ -158,12 +148,32 @@ WITH_IDS = (  # as Mistral's: no result without the id of its call, of nine char
 )
 
 
-def test_a_template_that_writes_the_ids_of_calls_gets_the_same_ones_of_both(monkeypatch):
-    monkeypatch.setitem(TEMPLATES, "with ids", lambda: WITH_IDS)
-    once = '[TOOL_CALLS]look[CALL_ID]abcdefgh1[ARGS]{"city": "Oslo"}'
-    turns = [ids_of(f"{text}</s>") for text in (once, once * 2, "It is cold.")]
-    episode = by_environment("with ids", turns, is_cut=False)
-    [row] = by_agent("with ids", turns, episode.schemas, is_cut=False)
+@pytest.mark.parametrize(
+    ("name", "template", "call", "end", "result", "num_different"),
+    [
+        (
+            "in fields",
+            IN_FIELDS,
+            '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}</tool_call>',
+            "<|im_end|>",
+            "tool Cold in Oslo",
+            1,
+        ),
+        (
+            "with ids",
+            WITH_IDS,
+            '[TOOL_CALLS]look[CALL_ID]abcdefgh1[ARGS]{"city": "Oslo"}',
+            "</s>",
+            r"\[TOOL_RESULTS\](\w{9})\[TOOL_CONTENT\]Cold in Oslo",
+            3,
+        ),
+    ],
+)
+def test_results_name_their_calls_alike_by_both(name, template, call, end, result, num_different, monkeypatch):
+    monkeypatch.setitem(TEMPLATES, name, lambda: template)
+    turns = [ids_of(f"{text}{end}") for text in (call, call * 2, "It is cold.")]
+    episode = by_environment(name, turns, is_cut=False)
+    [row] = by_agent(name, turns, episode.schemas, is_cut=False)
     assert row["token_ids"] == episode.token_ids
-    text = tokenizer().decode(episode.token_ids)
-    assert len(set(re.findall(r"\[TOOL_RESULTS\](\w{9})\[TOOL_CONTENT\]Cold in Oslo", text))) == 3
+    found = re.findall(result, tokenizer().decode(episode.token_ids))
+    assert (len(found), len(set(found))) == (3, num_different)

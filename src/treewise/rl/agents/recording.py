@@ -414,7 +414,7 @@ class Recording:
         if any("reward" in turn for turn in turns):
             rewards = row["token_rewards"] = [0.0] * at
             for turn in turns:
-                trained_here = np.flatnonzero(row["loss_weights"][turn["start"] : turn["end"]])
+                trained_here = np.flatnonzero(streams["loss_weights"][turn["start"] : turn["end"]])
                 rewards[turn["start"] + int(trained_here[-1])] = turn.get("reward", 0.0)
         return {**row, "turns": turns}
 

@@ -306,9 +306,9 @@ class RolloutTree:
         sizes = {index: len(node) for index, node in enumerate(self._nodes)}
         of_nodes = held_tokens(sizes, ((np.asarray(row.draws), row.loss_weights) for row in rows))
         failed = [np.zeros(size, dtype=bool) for size in sizes.values()]
-        for leaf in self.leaves:
+        for leaf in set(self.leaves) - set(self.rewarded_leaves):
             for node, end in self.path_parts(leaf):
-                failed[node][:end] |= self._nodes[leaf].reward is None
+                failed[node][:end] = True
         own, in_row, in_loss, has_failed = (
             np.concatenate([np.zeros(0, dtype=bool), *masks])
             for masks in (

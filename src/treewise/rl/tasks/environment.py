@@ -9,8 +9,7 @@ alone. `take_messages(messages)` gets the whole conversation before `get_reward`
 
 One that answers whole turns has `respond(message)` in place of tools: it gets a sampled turn as a message (`content`,
 `tool_calls`, each with an `id`, and in `num_tokens` the tokens before it and of it) and returns the messages that
-follow. Its `reset`
-returns the messages of the prompt; `tools` are JSON schemas for the chat template.
+follow. Its `reset` returns the messages of the prompt; `tools` are JSON schemas for the chat template.
 """
 
 import asyncio
