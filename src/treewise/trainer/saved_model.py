@@ -11,6 +11,7 @@ with those of the model in memory, by roundings in the dtype in which they compu
 """
 
 import json
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,9 @@ _TIMES_ROUNDING, _OF_LOGPROB = 4, 2
 _SPARE = 1.25  # of the bytes of the weights
 _POLL_SECONDS = 0.2
 _CALLS = count()  # the same number on every rank
+# While transformers loads a model it changes what the whole process has: `PreTrainedModel.tie_weights`, the default
+# dtype of torch. Of two loads at once, in threads, the second would leave the changes of the first behind.
+LOADING = threading.Lock()
 _WAY_OUT = "Do not use this folder; verify_saves=False skips this."
 
 
@@ -216,7 +220,7 @@ def _read(folder: SavedFolder, model: nn.Module) -> tuple[PreTrainedModel | str,
     base = base_model(model)
     is_causal = type(base.config) in MODEL_FOR_CAUSAL_LM_MAPPING
     read: Callable[..., Any] = (AutoModelForCausalLM if is_causal else type(base)).from_pretrained
-    with _quiet(), torch.random.fork_rng(devices=[]):  # new modules are drawn before their weights are read
+    with LOADING, _quiet(), torch.random.fork_rng(devices=[]):  # new modules are drawn before their weights are read
         if not is_peft(model):
             saved, info = read(folder.path, dtype="auto", output_loading_info=True)
             return saved.eval(), sorted(info["missing_keys"])

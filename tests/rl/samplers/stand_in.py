@@ -17,10 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler
 from treewise.testing import tiny_model
-
-# Of all servers of a process: while transformers loads a model it replaces `PreTrainedModel.tie_weights`, and of two
-# loads at once the second puts the first one's replacement back, for good.
-LOADING = threading.Lock()
+from treewise.trainer.saved_model import LOADING
 
 
 class StandIn(ThreadingHTTPServer):

@@ -63,7 +63,9 @@ def draw_tokens(
         keys: `stream_key` of each row.
         allowed: bool [R, V], at least one of each row; None: all.
     """
-    temperatures = torch.tensor([rule.temperature or 1.0 for rule in rules], device=logits.device)
+    values = [rule.temperature or 1.0 for rule in rules]
+    # Not torch's default, which a model that another thread loads may change.
+    temperatures = torch.tensor(values, dtype=torch.float32, device=logits.device)
     is_greedy = torch.tensor([rule.temperature == 0 for rule in rules], device=logits.device)
     logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
     left = logprobs if allowed is None else logprobs.masked_fill(~allowed, float("-inf"))
